@@ -1,0 +1,213 @@
+// The paged KV cache: blocks, sequences, and the attention that reads them.
+//
+//   auto cache = Cache::create({.groups = {...}});
+//   auto seq = (*cache)->start(prompt);                       // reuses cached blocks of the same prefix
+//   auto plan = (*cache)->reserve({{seq->id, new_tokens}});   // takes every block the step needs, or none
+//   for each layer: append(plan, ...); attend(args); merge(args);
+//   (*cache)->commit(*plan);                                  // lengths grow, full blocks get their keys
+//
+// Threads: one thread for everything that changes the cache (start ... commit). append, attend and merge of one
+// plan may run on several threads at once, each with its own Part. stats() and verify(): the changing thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "pagedkv/attention.h"
+#include "pagedkv/layout.h"
+#include "pagedkv/stats.h"
+#include "pagedkv/status.h"
+#include "pagedkv/units.h"
+
+namespace pagedkv {
+
+struct CacheOptions {
+  std::vector<GroupSpec> groups;
+  Tokens block_size{16};
+  // Blocks of the full-attention group that exist from the start; the pool never shrinks below them.
+  Blocks num_blocks{1024};
+  // Grow past num_blocks on demand, by extents, up to kv_memory. Off: num_blocks is all there is.
+  bool dynamic = true;
+  // Upper bound of committed bytes over all groups. 0: half of min(RAM, cgroup limit), read once at creation.
+  Bytes kv_memory{0};
+  // Longest sequence; 0: no bound but memory.
+  Tokens max_context{0};
+  // Longest run of tokens one sequence brings to one step; sizes the floor of window groups.
+  Tokens longest_chunk{512};
+  // Sequences that run at once; sizes the floor of window groups.
+  int64_t max_sequences = 1;
+  ArenaOrder arena = ArenaOrder::kBlockMajor;
+  // Give finished blocks keys, so that later prompts with the same prefix reuse them.
+  bool prefix_sharing = true;
+  // What else makes K and V differ: model, adapter, RoPE setting. Part of every key.
+  std::string fingerprint;
+  // Kernel entry by name (scalar, avx2, avx512); empty: PAGEDKV_ISA if set, else the best of this machine.
+  std::string isa;
+};
+
+// Why (a part of) a prompt was not taken from the cache.
+enum class PrefixReason : uint8_t {
+  kHit,         // everything that can be reused was
+  kNew,         // no block with these tokens after this prefix is known
+  kEvicted,     // it was known, and made room for others
+  kWindowGone,  // known for full attention, but a sliding-window group no longer holds its part
+  kLastToken,   // the last prompt token is always computed
+  kCollision,   // the key matched, the tokens did not
+  kNoRoom,      // a partial hit needs a block to copy into, and there was none
+  kOff,         // sharing is off for the cache or for this call
+};
+const char* prefix_reason_name(PrefixReason reason);  // "hit", "new", "evicted", ...
+
+struct StartOptions {
+  std::string_view name_space;  // prompts of different namespaces never share: tenant, salt
+  bool reuse = true;            // look for cached blocks
+  bool store = true;            // let later prompts reuse this sequence's blocks
+};
+
+struct Started {
+  SequenceId id;
+  Tokens reused;        // leading prompt tokens that need no computation; always < prompt size
+  PrefixReason reason;  // why not more
+};
+
+// New tokens of one sequence in a step. `tokens` may be empty: then n_tokens rows without ids are appended, and
+// the sequence stops being shareable from there on.
+struct StepRequest {
+  SequenceId sequence;
+  std::span<const int32_t> tokens;
+  Tokens n_tokens{0};  // used when `tokens` is empty
+};
+
+// Queries at the last positions of a sequence, over what is stored (see Cache::plan_read).
+struct ReadRequest {
+  SequenceId sequence;
+  Tokens n_queries{1};
+};
+
+// One group's integer arrays of a step, read-only. Names and shapes are those of vLLM's metadata.
+struct GroupPlan {
+  int64_t max_blocks = 0;                 // width of a table row
+  std::span<const int32_t> block_tables;  // [n_sequences, max_blocks], -1 where nothing is held
+  std::span<const int64_t> slot_mapping;  // [n_tokens] slot of each new token
+};
+
+// The read-only description of one step; made by Cache::reserve, ended by Cache::commit or abandon.
+class StepPlan {
+ public:
+  StepPlan(StepPlan&&) noexcept;
+  StepPlan& operator=(StepPlan&&) noexcept;
+  ~StepPlan();  // a plan dropped without commit leaves its reservation in place: call abandon
+
+  int64_t n_sequences() const;
+  int64_t n_tokens() const;
+  std::span<const int32_t> seq_lens() const;         // [n_sequences] length after the new tokens
+  std::span<const int32_t> query_start_loc() const;  // [n_sequences + 1]
+  std::span<const int32_t> positions() const;        // [n_tokens] position of each new token in its sequence
+  GroupPlan group(int group) const;
+
+ private:
+  friend class Cache;
+  struct Impl;
+  explicit StepPlan(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+class Cache {
+ public:
+  // Errors: kInvalidArgument (shape, sizes, head counts, unknown ISA), kCapacity (num_blocks exceed kv_memory),
+  // kUnavailable (no address space or memory).
+  static Result<std::unique_ptr<Cache>> create(CacheOptions options);
+  ~Cache();
+  Cache(const Cache&) = delete;
+  Cache& operator=(const Cache&) = delete;
+
+  // --- sequences -------------------------------------------------------------------------------------------
+  // Opens a sequence and takes over the cached blocks of the longest known prefix of `prompt`: whole blocks by
+  // reference, then part of one block by copy. The caller computes prompt[reused ..]. Never fails for lack of room.
+  Result<Started> start(std::span<const int32_t> prompt, const StartOptions& options = {});
+  // A second sequence with the same content; blocks are shared until one of the two writes.
+  Result<SequenceId> fork(SequenceId sequence);
+  // Shortens to new_length. Errors: kInvalidArgument past the end or behind what a window group still holds;
+  // the sequence is then unchanged.
+  Status truncate(SequenceId sequence, Tokens new_length);
+  // Ends the sequence, also in the middle of a step. Keyed blocks stay cached.
+  Status release(SequenceId sequence);
+  Result<Tokens> length(SequenceId sequence) const;
+  // Blocks a sequence holds in one group.
+  Result<Blocks> blocks_held(SequenceId sequence, int group = 0) const;
+  // Drops every cached block.
+  void clear_cached();
+  // Commits memory for `tokens` in all in the full-attention group, and keeps it. Errors: kCapacity.
+  Status grow_to_capacity(Tokens tokens);
+
+  // --- one step --------------------------------------------------------------------------------------------
+  // Takes the blocks for all requests, in all groups, or changes nothing. A block that is shared or keyed is
+  // copied before its sequence writes into it. Nothing after this can fail for lack of room.
+  // Errors: kCapacity (`need 214 tokens (14 blocks), have 64 tokens (4 blocks)`), kStale, kInvalidArgument.
+  Result<StepPlan> reserve(std::span<const StepRequest> requests);
+
+  // Writes the new rows of one layer into the slots that `plan` names, quantizing if the group does.
+  // K already carries its rotary embedding. NaN and infinity are flagged in the plan (see commit).
+  // Errors: kInvalidArgument (layer, plan).
+  // Source: PagedAttention, arXiv 2309.06180, section 4.1.
+  Status append(StepPlan& plan, int layer, const KvRows& k, const KvRows& v, Part part = {});
+  // Attention of the new tokens over everything stored for their sequences, including rows of this step; partial
+  // results go to the scratch. All parts of append come before, all parts of merge after.
+  Status attend(const AttendArgs& args, Part part = {});
+  // Joins the partial results into args.out and args.lse.
+  Status merge(const AttendArgs& args, Part part = {});
+  // Scratch for attend and merge of one layer of this plan, for up to n_parts parts.
+  Bytes scratch_bytes(const StepPlan& plan, int n_parts) const;
+
+  // Ends the step: each sequence grows by its accepted tokens (default: all of them), full blocks get their
+  // keys, blocks behind a window or beyond the accepted length are given back.
+  //   accepted  [plan.n_sequences()] or empty
+  // Returns one Status per sequence: kNotFinite (the sequence keeps its old length), kStale (released meanwhile).
+  // Errors of the call itself: kInvalidArgument (accepted counts), nothing changed.
+  Result<std::vector<Status>> commit(StepPlan& plan, std::span<const Tokens> accepted = {});
+  // A plan that only reads: queries at each sequence's last n_queries positions over what is stored. It takes no
+  // blocks and is never committed; it is valid until the next call that changes one of its sequences.
+  // num_q_heads: of these queries, for groups made without; 0: as the groups say.
+  // Errors: kStale, kInvalidArgument (more queries than tokens, head counts, or a window has dropped keys they
+  // see).
+  Result<StepPlan> plan_read(std::span<const ReadRequest> requests, int64_t num_q_heads = 0) const;
+  // Ends the step without accepting anything.
+  void abandon(StepPlan& plan);
+  // Hands an ended plan's arrays back, so that the next reserve need not allocate. Optional.
+  void recycle(StepPlan plan);
+
+  // --- views and figures -----------------------------------------------------------------------------------
+  const CacheOptions& options() const;
+  // Views of one layer's tensors. Errors: kInvalidArgument.
+  Result<LayerTensors> tensors(int layer) const;
+  // Decodes the stored rows of one sequence: k, v as [length, num_kv_heads, head_dim]. For interoperability and
+  // tests only; counted in dense_materializations. Errors: kInvalidArgument when a window has dropped rows.
+  struct Dense {
+    std::vector<float> k, v;
+  };
+  Result<Dense> read_dense(SequenceId sequence, int layer) const;
+
+  // Bytes of one block of a group, padding included.
+  Bytes image_bytes(int group) const;
+  // Most tokens the full-attention group can ever hold, by num_blocks or kv_memory.
+  Tokens capacity() const;
+  // Tokens that fit in what is committed now.
+  Tokens committed_capacity() const;
+  // Tokens that could be reserved now: free, cached and still to be grown.
+  Tokens available() const;
+  std::string_view isa() const;  // the kernel entry that runs, chosen at creation
+  Stats stats() const;
+  // Walks every invariant of blocks, tables, keys and counters. kInternal names the first broken one.
+  Status verify() const;
+
+ private:
+  struct Impl;
+  explicit Cache(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace pagedkv

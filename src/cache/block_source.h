@@ -1,0 +1,23 @@
+// What the cache orders and the store carries out: memory for extents of blocks, and copies of blocks.
+#pragma once
+
+#include <cstdint>
+
+#include "pagedkv/status.h"
+#include "pagedkv/units.h"
+
+namespace pagedkv {
+
+class BlockSource {
+ public:
+  virtual ~BlockSource() = default;
+  // Makes the blocks of an extent usable. Errors: kCapacity, kUnavailable; nothing changed.
+  virtual Status commit(int64_t extent) = 0;
+  virtual void decommit(int64_t extent) = 0;
+  virtual void copy(BlockId source, BlockId destination) = 0;
+  // Committed bytes of this source, and an estimate of blocks that could still be committed.
+  virtual int64_t bytes_committed() const = 0;
+  virtual int64_t blocks_left_by_budget() const = 0;
+};
+
+}  // namespace pagedkv

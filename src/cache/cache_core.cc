@@ -1,0 +1,657 @@
+#include "cache/cache_core.h"
+
+#include <algorithm>
+#include <ranges>
+
+#include "base/check.h"
+#include "base/text.h"
+
+namespace pagedkv {
+
+CacheCore::CacheCore(const Options& options, const std::vector<Group>& groups)
+    : options_(options), index_(options.block_size, int(groups.size())) {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    PKV_CHECK(groups[g].source != nullptr);
+    pools_.push_back(
+        std::make_unique<BlockPool>(groups[g].pool, *groups[g].source,
+                                    [this, g](uint32_t entry, BlockId) { index_.forget_block(entry, int(g)); }));
+    sources_.push_back(groups[g].source);
+    windows_.push_back(groups[g].sliding_window);
+  }
+  const auto full = std::ranges::find(windows_, 0);
+  main_group_ = full == windows_.end() ? 0 : int(full - windows_.begin());
+}
+
+Status CacheCore::open() {
+  for (auto& pool : pools_)
+    if (Status status = pool->open_floor(); !status.ok()) return status;
+  return Status();
+}
+
+// --- sequences -----------------------------------------------------------------------------------------------
+
+Result<CacheCore::Sequence*> CacheCore::find(SequenceId id) {
+  const bool known = id.index < sequences_.size() && sequences_[id.index].generation == id.generation;
+  if (!known || !sequences_[id.index].live || sequences_[id.index].released) {
+    return Status(Code::kStale,
+                  str("[cache] sequence ", id.index, " (generation ", id.generation, ") is not live"));
+  }
+  return &sequences_[id.index];
+}
+
+Result<const CacheCore::Sequence*> CacheCore::find(SequenceId id) const {
+  auto found = const_cast<CacheCore*>(this)->find(id);
+  if (!found.ok()) return found.status();
+  return static_cast<const Sequence*>(*found);
+}
+
+SequenceId CacheCore::new_sequence() {
+  uint32_t index;
+  if (!free_sequences_.empty()) {
+    index = free_sequences_.back();
+    free_sequences_.pop_back();
+  } else {
+    index = uint32_t(sequences_.size());
+    sequences_.emplace_back();
+  }
+  Sequence& s = sequences_[index];
+  const uint32_t generation = s.generation;
+  s = Sequence{};
+  s.generation = generation;
+  s.live = true;
+  s.tables.resize(pools_.size());
+  return {index, generation};
+}
+
+// A query at position `length` sees keys from length - W + 1 on.
+int64_t CacheCore::first_needed_block(int group, int64_t length) const {
+  const int64_t window = windows_[size_t(group)];
+  return window == 0 ? 0 : std::max<int64_t>(0, length - window + 1) / options_.block_size;
+}
+
+// One position more is kept, so that the last token can be taken back and computed again.
+int64_t CacheCore::first_kept_block(int group, int64_t length) const {
+  const int64_t window = windows_[size_t(group)];
+  return window == 0 ? 0 : std::max<int64_t>(0, length - window) / options_.block_size;
+}
+
+std::vector<Key> CacheCore::hash_prompt(std::span<const int32_t> prompt, std::string_view name_space) {
+  const size_t block_size = size_t(options_.block_size);
+  std::vector<Key> keys;
+  keys.reserve(prompt.size() / block_size);
+  Key parent = root_key(options_.fingerprint, name_space);
+  for (size_t at = 0; at + block_size <= prompt.size(); at += block_size)
+    keys.push_back(parent = index_.hash(parent, prompt.subspan(at, block_size)));
+  return keys;
+}
+
+CacheCore::Match CacheCore::match(std::span<const int32_t> prompt, std::span<const Key> keys, uint32_t root) const {
+  const int64_t block_size = options_.block_size;
+  // The last token is always computed, so a hit never covers it.
+  const int64_t n_max = std::min(int64_t(keys.size()), (int64_t(prompt.size()) - 1) / block_size);
+  Match match{{}, PrefixReason::kHit};
+  match.entries.reserve(size_t(std::max<int64_t>(0, n_max)));
+  for (int64_t i = 0; i < n_max; ++i) {
+    const Key& key = keys[size_t(i)];
+    const uint32_t parent = match.entries.empty() ? root : match.entries.back();
+    const auto found = index_.find(parent, key, prompt.subspan(size_t(i * block_size), size_t(block_size)));
+    if (found.entry == PrefixIndex::kNone) {
+      match.reason = found.collision           ? PrefixReason::kCollision
+                     : index_.was_evicted(key) ? PrefixReason::kEvicted
+                                               : PrefixReason::kNew;
+      break;
+    }
+    bool whole = true;
+    for (int g = 0; g < n_groups(); ++g)
+      whole &= windows_[size_t(g)] != 0 || index_.block(found.entry, g) != kNoBlock;
+    if (!whole) {
+      match.reason = PrefixReason::kEvicted;
+      break;
+    }
+    match.entries.push_back(found.entry);
+  }
+  const int64_t n = window_limit(match.entries, int64_t(match.entries.size()));
+  if (n < int64_t(match.entries.size())) {
+    match.entries.resize(size_t(n));
+    match.reason = PrefixReason::kWindowGone;
+  }
+  return match;
+}
+
+// The longest prefix of at most n entries whose window groups still hold what the next query sees.
+int64_t CacheCore::window_limit(std::span<const uint32_t> entries, int64_t n) const {
+  for (int g = 0; g < n_groups();) {
+    int64_t missing = -1;
+    const int64_t first = first_needed_block(g, n * options_.block_size);
+    for (int64_t i = n - 1; i >= first && missing < 0; --i)
+      if (index_.block(entries[size_t(i)], g) == kNoBlock) missing = i;
+    if (missing < 0) {
+      ++g;
+    } else {
+      n = missing;  // any longer prefix needs this block, too
+      g = 0;
+    }
+  }
+  return n;
+}
+
+Result<Started> CacheCore::start(std::span<const int32_t> prompt, const StartOptions& options) {
+  if (Status status = check_length(0, int64_t(prompt.size())); !status.ok()) return status;
+  const SequenceId id = new_sequence();
+  Sequence& s = sequences_[id.index];
+  const bool reuse = options.reuse && options_.prefix_sharing;
+  s.store = options.store && options_.prefix_sharing;
+  if (s.store || reuse) {
+    s.node = index_.root(options.name_space, options_.fingerprint);
+    index_.pin(s.node);
+  }
+  const int64_t block_size = options_.block_size, size = int64_t(prompt.size());
+  PrefixReason reason = PrefixReason::kOff;
+  int64_t reused = 0;
+  if (reuse && size > 0) {
+    const auto keys = hash_prompt(prompt, options.name_space);
+    const Match found = match(prompt, keys, s.node);
+    reason = found.reason;
+    const int64_t n = int64_t(found.entries.size());
+    for (int g = 0; g < n_groups(); ++g) {
+      Table& table = s.tables[size_t(g)];
+      table.first_held = first_needed_block(g, n * block_size);
+      for (int64_t i = 0; i < n; ++i) {
+        const BlockId block = i < table.first_held ? kNoBlock : index_.block(found.entries[size_t(i)], g);
+        if (block != kNoBlock) pools_[size_t(g)]->hold(block);
+        table.ids.push_back(block);
+      }
+    }
+    if (n > 0) {
+      index_.pin(found.entries.back());
+      index_.unpin(s.node);
+      s.node = found.entries.back();
+      s.node_blocks = n;
+    }
+    reused = n * block_size;
+    copy_partial(s, prompt.subspan(size_t(reused), size_t(std::min(block_size, size - 1 - reused))), reason,
+                 reused);
+    if (reused == size - 1) reason = PrefixReason::kLastToken;
+    if (reason == PrefixReason::kHit) reason = PrefixReason::kNew;  // the blocks hit; what follows them is unknown
+  }
+  s.tokens.assign(prompt.begin(), prompt.begin() + reused);
+  s.length = reused;
+  figures_.tokens_by_reason[size_t(PrefixReason::kHit)] += reused;
+  figures_.tokens_by_reason[size_t(reason)] += size - reused;
+  return Started{id, Tokens(reused), reason};
+}
+
+// Copies the block that shares most leading tokens with `rest`. Its source is held only while the copy is made.
+bool CacheCore::copy_partial(Sequence& s, std::span<const int32_t> rest, PrefixReason& reason, int64_t& reused) {
+  if (rest.empty()) return false;
+  const auto best = index_.best_partial(s.node, rest);
+  if (best.n_tokens == 0) return false;
+  std::vector<BlockId> sources;
+  for (int g = 0; g < n_groups(); ++g) {
+    sources.push_back(index_.block(best.entry, g));
+    pools_[size_t(g)]->hold(sources.back());
+  }
+  bool room = true;
+  for (int g = 0; g < n_groups() && room; ++g) room = pools_[size_t(g)]->ensure_free(1);
+  for (int g = 0; g < n_groups(); ++g) {
+    BlockPool& pool = *pools_[size_t(g)];
+    if (room) {
+      const BlockId block = pool.take();
+      sources_[size_t(g)]->copy(sources[size_t(g)], block);
+      s.tables[size_t(g)].ids.push_back(block);
+    }
+    pool.drop(sources[size_t(g)]);
+  }
+  if (!room) {
+    reason = PrefixReason::kNoRoom;
+    return false;
+  }
+  ++figures_.copies;
+  reused += best.n_tokens;
+  return true;
+}
+
+Result<SequenceId> CacheCore::fork(SequenceId id) {
+  auto found = find(id);
+  if (!found.ok()) return found.status();
+  if ((*found)->step != 0) return invalid_argument("[fork] the sequence is in the middle of a step");
+  const SequenceId child_id = new_sequence();  // may move sequences_
+  const Sequence& parent = sequences_[id.index];
+  Sequence& child = sequences_[child_id.index];
+  child.store = parent.store;
+  child.length = parent.length;
+  child.tokens = parent.tokens;
+  child.node = parent.node;
+  child.node_blocks = parent.node_blocks;
+  child.tables = parent.tables;
+  if (child.node != PrefixIndex::kNone) index_.pin(child.node);
+  for (int g = 0; g < n_groups(); ++g)
+    for (BlockId block : child.tables[size_t(g)].ids)
+      if (block != kNoBlock) pools_[size_t(g)]->hold(block);
+  return child_id;
+}
+
+Status CacheCore::truncate(SequenceId id, int64_t new_length) {
+  auto found = find(id);
+  if (!found.ok()) return found.status();
+  Sequence& s = **found;
+  if (s.step != 0) return invalid_argument("[truncate] the sequence is in the middle of a step");
+  if (new_length < 0 || new_length > s.length)
+    return invalid_argument(str("[truncate] length ", new_length, " is asked, the sequence has ", s.length));
+  for (int g = 0; g < n_groups(); ++g) {
+    const int64_t held_from = s.tables[size_t(g)].first_held * options_.block_size;
+    const int64_t needed_from = std::max<int64_t>(0, new_length - windows_[size_t(g)] + 1);
+    if (windows_[size_t(g)] != 0 && needed_from < new_length && needed_from < held_from) {
+      return invalid_argument(str("[truncate] length ", new_length, " needs keys from position ", needed_from,
+                                  ", the window of ", windows_[size_t(g)], " holds them from ", held_from));
+    }
+  }
+  if (new_length == s.length) return Status();
+  drop_open_entry(s);
+  s.length = new_length;
+  s.tokens.resize(std::min(s.tokens.size(), size_t(new_length)));
+  while (s.node_blocks > new_length / options_.block_size) {
+    const uint32_t parent = index_.parent(s.node);
+    index_.pin(parent);
+    index_.unpin(s.node);
+    s.node = parent;
+    --s.node_blocks;
+  }
+  drop_tail(s, blocks_for(Tokens(new_length), Tokens(options_.block_size)).n);
+  if (new_length == 0)
+    for (Table& table : s.tables) table.first_held = 0;
+  sync_open_entry(s);
+  return Status();
+}
+
+Status CacheCore::release(SequenceId id) {
+  auto found = find(id);
+  if (!found.ok()) return found.status();
+  // Kernels of an open step may still read and write its blocks: they go when the step ends.
+  if ((*found)->step != 0)
+    (*found)->released = true;
+  else
+    end_sequence(id.index);
+  return Status();
+}
+
+void CacheCore::end_sequence(uint32_t index) {
+  Sequence& s = sequences_[index];
+  keep_tail_as_partial(s);
+  drop_open_entry(s);
+  drop_tail(s, 0);
+  if (s.node != PrefixIndex::kNone) index_.unpin(s.node);
+  s.node = PrefixIndex::kNone;
+  s.live = false;
+  ++s.generation;
+  free_sequences_.push_back(index);
+}
+
+// Tail blocks go first: a prefix is useless without its beginning, so the end is the cheapest loss.
+void CacheCore::drop_tail(Sequence& s, int64_t keep_blocks) {
+  for (int g = 0; g < n_groups(); ++g) {
+    auto& ids = s.tables[size_t(g)].ids;
+    while (int64_t(ids.size()) > keep_blocks) {
+      if (ids.back() != kNoBlock) pools_[size_t(g)]->drop(ids.back());
+      ids.pop_back();
+    }
+  }
+}
+
+Result<int64_t> CacheCore::length(SequenceId id) const {
+  auto found = find(id);
+  if (!found.ok()) return found.status();
+  return (*found)->length;
+}
+
+Result<std::span<const BlockId>> CacheCore::table(SequenceId id, int group) const {
+  auto found = find(id);
+  if (!found.ok()) return found.status();
+  if (group < 0 || group >= n_groups())
+    return invalid_argument(str("[cache] group is ", group, " of ", n_groups()));
+  return std::span<const BlockId>((*found)->tables[size_t(group)].ids);
+}
+
+Result<int64_t> CacheCore::blocks_held(SequenceId id, int group) const {
+  auto ids = table(id, group);
+  if (!ids.ok()) return ids.status();
+  return int64_t(ids->size()) - std::ranges::count(*ids, kNoBlock);
+}
+
+void CacheCore::clear_cached() {
+  for (auto& pool : pools_) pool->evict_all_cached();
+}
+
+Status CacheCore::raise_floor(int64_t blocks) { return pools_[size_t(main_group_)]->raise_floor(blocks); }
+
+CacheCore::Figures CacheCore::figures() const {
+  Figures figures = figures_;
+  for (const Sequence& s : sequences_) {
+    figures.sequences += s.live;
+    figures.tokens += s.live ? s.length : 0;
+  }
+  return figures;
+}
+
+// --- one step ------------------------------------------------------------------------------------------------
+
+Status CacheCore::check_length(int64_t length, int64_t n_new) const {
+  const int64_t limit = options_.max_context > 0 ? options_.max_context : int64_t{0x7fffffff};
+  if (n_new <= limit - length) return Status();
+  return invalid_argument(
+      str("[cache] ", length, " tokens and ", n_new, " new ones pass the context of ", limit, " tokens"));
+}
+
+// Marks every sequence of the step, or none.
+Result<std::vector<CacheCore::Sequence*>> CacheCore::begin_step(std::span<const StepRequest> requests,
+                                                                StepArrays& out) {
+  std::vector<Sequence*> sequences;
+  Status refused;
+  const uint64_t step = last_step_ + 1;
+  out.sequences.clear();
+  for (const StepRequest& request : requests) {
+    auto found = find(request.sequence);
+    const int64_t n_new = request.tokens.empty() ? request.n_tokens.n : int64_t(request.tokens.size());
+    if (!found.ok())
+      refused = found.status();
+    else if ((*found)->step == step)
+      refused = invalid_argument(str("[reserve] sequence ", request.sequence.index, " is in the batch twice"));
+    else if ((*found)->step != 0)
+      refused = invalid_argument(str("[reserve] sequence ", request.sequence.index, " has an open step already"));
+    else if (n_new < 1)
+      refused = invalid_argument(str("[reserve] ", n_new, " new tokens for a sequence, at least 1 is needed"));
+    else
+      refused = check_length((*found)->length, n_new);
+    if (!refused.ok()) break;
+    (*found)->step = step;
+    sequences.push_back(*found);
+    out.sequences.push_back({request.sequence, (*found)->length, n_new});
+  }
+  if (!refused.ok()) {
+    for (Sequence* s : sequences) s->step = 0;
+    return refused;
+  }
+  last_step_ = out.step = step;
+  return sequences;
+}
+
+int64_t CacheCore::blocks_to_take(int group, std::span<Sequence* const> sequences,
+                                  std::span<const StepSequence> steps) {
+  BlockPool& pool = *pools_[size_t(group)];
+  const int64_t block_size = options_.block_size;
+  const auto tail_of = [&](const Sequence& s) {
+    return s.tables[size_t(group)].ids[size_t(s.length / block_size)];
+  };
+  int64_t n = 0;
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const Sequence& s = *sequences[i];
+    n += (s.length + steps[i].n_new + block_size - 1) / block_size - int64_t(s.tables[size_t(group)].ids.size());
+    if (s.length % block_size == 0) continue;
+    const BlockId tail = tail_of(s);
+    const bool keyed = pool.entry(tail) != kNoEntry;
+    if (!keyed && pool.holders(tail) - pool.pending_drops(tail) <= 1) continue;
+    ++n;
+    ++pool.pending_drops(tail);
+  }
+  for (const Sequence* s : sequences)
+    if (s->length % block_size != 0) pool.pending_drops(tail_of(*s)) = 0;
+  return n;
+}
+
+// Makes sure every group has the free blocks that the step takes. On failure only memory that nobody used changed.
+Status CacheCore::make_room(std::span<Sequence* const> sequences, std::span<const StepSequence> steps) {
+  std::vector<int64_t> need;
+  for (int g = 0; g < n_groups(); ++g) need.push_back(blocks_to_take(g, sequences, steps));
+  for (int g = 0; g < n_groups(); ++g) {
+    BlockPool& pool = *pools_[size_t(g)];
+    if (pool.ensure_takable(need[size_t(g)])) continue;
+    const int64_t have = pool.counts().free + pool.counts().cached;
+    int64_t n_tokens = 0;
+    for (const StepSequence& step : steps) n_tokens += step.n_new;
+    std::string message = str("[reserve] need ", n_tokens, " tokens (", need[size_t(g)], " blocks), have ",
+                              have * options_.block_size, " tokens (", have, " blocks)");
+    if (n_groups() > 1) message += str(" in group ", g);
+    message += "; " + pool.last_refusal().message();
+    for (auto& each : pools_) each->shrink();
+    return Status(Code::kCapacity, std::move(message));
+  }
+  for (int g = 0; g < n_groups(); ++g) PKV_CHECK(pools_[size_t(g)]->ensure_free(need[size_t(g)]));
+  return Status();
+}
+
+Status CacheCore::reserve(std::span<const StepRequest> requests, StepArrays& out) {
+  auto sequences = begin_step(requests, out);
+  if (!sequences.ok()) return sequences.status();
+  if (Status status = make_room(*sequences, out.sequences); !status.ok()) {
+    for (Sequence* s : *sequences) s->step = 0;
+    out.step = 0;
+    return status;
+  }
+  // From here on nothing can fail.
+  for (size_t i = 0; i < requests.size(); ++i) {
+    Sequence& s = *(*sequences)[i];
+    extend_tables(s, s.length + out.sequences[i].n_new);
+    if (int64_t(s.tokens.size()) == s.length)
+      s.tokens.insert(s.tokens.end(), requests[i].tokens.begin(), requests[i].tokens.end());
+  }
+  fill_arrays(std::vector<const Sequence*>(sequences->begin(), sequences->end()), out);
+  return Status();
+}
+
+Status CacheCore::read(std::span<const ReadRequest> requests, StepArrays& out) const {
+  std::vector<const Sequence*> sequences;
+  for (const ReadRequest& request : requests) {
+    auto found = find(request.sequence);
+    if (!found.ok()) return found.status();
+    const Sequence& s = **found;
+    const int64_t n = request.n_queries.n;
+    if (s.step != 0) return invalid_argument("[plan_read] the sequence is in the middle of a step");
+    if (n < 1 || n > s.length)
+      return invalid_argument(str("[plan_read] ", n, " queries for a sequence of ", s.length, " tokens"));
+    for (int g = 0; g < n_groups(); ++g) {
+      if (windows_[size_t(g)] == 0) continue;
+      const int64_t needed_from = std::max<int64_t>(0, s.length - n - windows_[size_t(g)] + 1);
+      const int64_t held_from = s.tables[size_t(g)].first_held * options_.block_size;
+      if (needed_from < held_from)
+        return invalid_argument(str("[plan_read] the queries see keys from position ", needed_from,
+                                    ", the window holds them from ", held_from));
+    }
+    sequences.push_back(&s);
+    out.sequences.push_back({request.sequence, s.length - n, n});
+  }
+  fill_arrays(sequences, out);
+  return Status();
+}
+
+void CacheCore::extend_tables(Sequence& s, int64_t new_length) {
+  const int64_t block_size = options_.block_size;
+  bool copied = false;
+  for (int g = 0; g < n_groups(); ++g) {
+    BlockPool& pool = *pools_[size_t(g)];
+    auto& ids = s.tables[size_t(g)].ids;
+    if (s.length % block_size != 0) {
+      BlockId& tail = ids[size_t(s.length / block_size)];
+      if (!pool.is_writable(tail)) {  // copy on write
+        const BlockId copy = pool.take();
+        sources_[size_t(g)]->copy(tail, copy);
+        pool.drop(tail);
+        tail = copy;
+        if (s.open_entry != PrefixIndex::kNone) index_.set_block(s.open_entry, g, copy);
+        copied = true;
+      }
+    }
+    while (int64_t(ids.size()) * block_size < new_length) ids.push_back(pool.take());
+  }
+  figures_.copies += copied;
+}
+
+void CacheCore::fill_arrays(std::span<const Sequence* const> sequences, StepArrays& out) const {
+  const int64_t block_size = options_.block_size;
+  const size_t n = sequences.size();
+  out.seq_lens.resize(n);
+  out.query_start_loc.resize(n + 1);
+  out.query_start_loc[0] = 0;
+  for (size_t i = 0; i < n; ++i) {
+    out.seq_lens[i] = int32_t(out.sequences[i].old_length + out.sequences[i].n_new);
+    out.query_start_loc[i + 1] = out.query_start_loc[i] + int32_t(out.sequences[i].n_new);
+  }
+  const size_t n_tokens = size_t(out.query_start_loc[n]);
+  out.positions.resize(n_tokens);
+  for (size_t i = 0, t = 0; i < n; ++i)
+    for (int64_t p = out.sequences[i].old_length; p < out.seq_lens[i]; ++p) out.positions[t++] = int32_t(p);
+
+  out.groups.resize(pools_.size());
+  for (size_t g = 0; g < pools_.size(); ++g) {
+    StepArrays::Group& group = out.groups[g];
+    size_t width = 0;
+    for (const Sequence* s : sequences) width = std::max(width, s->tables[g].ids.size());
+    group.max_blocks = int64_t(width);
+    group.block_tables.resize(n * width);
+    group.slot_mapping.resize(n_tokens);
+    size_t t = 0;
+    for (size_t i = 0; i < n; ++i) {
+      const auto& ids = sequences[i]->tables[g].ids;
+      int32_t* row = group.block_tables.data() + i * width;
+      std::ranges::transform(ids, row, [](BlockId id) { return int32_t(id); });  // kNoBlock becomes -1
+      std::fill(row + ids.size(), row + width, -1);
+      for (int64_t p = out.sequences[i].old_length; p < out.seq_lens[i]; ++p)
+        group.slot_mapping[t++] = int64_t(ids[size_t(p / block_size)]) * block_size + p % block_size;
+    }
+  }
+}
+
+Result<std::vector<Status>> CacheCore::commit(StepArrays& step, std::span<const Tokens> accepted,
+                                              std::vector<Status> rejected) {
+  const size_t n = step.sequences.size();
+  if (step.step == 0) return invalid_argument("[commit] the step has ended already");
+  if (!accepted.empty() && accepted.size() != n)
+    return invalid_argument(str("[commit] ", accepted.size(), " accepted counts for ", n, " sequences"));
+  for (size_t i = 0; i < accepted.size(); ++i) {
+    if (accepted[i].n < 0 || accepted[i].n > step.sequences[i].n_new)
+      return invalid_argument(
+          str("[commit] ", accepted[i].n, " tokens accepted, the step brought ", step.sequences[i].n_new));
+  }
+  std::vector<Status> statuses = std::move(rejected);
+  statuses.resize(n);
+  for (size_t i = 0; i < n; ++i) {
+    const StepSequence& part = step.sequences[i];
+    Sequence& s = *in_step(part, step.step);
+    if (s.released) {
+      statuses[i] = Status(Code::kStale, "[commit] the sequence was released during the step");
+      end_sequence(part.id.index);
+      continue;
+    }
+    const int64_t n_accepted = !statuses[i].ok() ? 0 : accepted.empty() ? part.n_new : accepted[i].n;
+    settle(s, part.old_length + n_accepted);
+  }
+  step.step = 0;
+  return statuses;
+}
+
+void CacheCore::abandon(StepArrays& step) {
+  if (step.step == 0) return;
+  for (const StepSequence& part : step.sequences) {
+    Sequence& s = *in_step(part, step.step);
+    if (s.released)
+      end_sequence(part.id.index);
+    else
+      settle(s, part.old_length);
+  }
+  step.step = 0;
+}
+
+// A sequence of an open step is always there: release waits for the step's end.
+CacheCore::Sequence* CacheCore::in_step(const StepSequence& part, uint64_t step) {
+  Sequence& s = sequences_[part.id.index];
+  PKV_CHECK(s.live && s.generation == part.id.generation && s.step == step);
+  return &s;
+}
+
+// Ends a sequence's step at new_length: keys for full blocks, blocks it does not need go back.
+void CacheCore::settle(Sequence& s, int64_t new_length) {
+  s.step = 0;
+  s.length = new_length;
+  s.tokens.resize(std::min(s.tokens.size(), size_t(new_length)));
+  drop_tail(s, blocks_for(Tokens(new_length), Tokens(options_.block_size)).n);
+  index_full_blocks(s);
+  sync_open_entry(s);
+  give_back_behind_window(s);
+}
+
+void CacheCore::index_full_blocks(Sequence& s) {
+  const int64_t block_size = options_.block_size;
+  if (!s.store) return;
+  while ((s.node_blocks + 1) * block_size <= std::min(s.length, int64_t(s.tokens.size()))) {
+    drop_open_entry(s);  // it spoke of the block that is full now
+    const auto tokens =
+        std::span<const int32_t>(s.tokens).subspan(size_t(s.node_blocks * block_size), size_t(block_size));
+    const Key key = index_.hash(index_.key(s.node), tokens);
+    uint32_t entry = index_.find(s.node, key, tokens).entry;
+    if (entry == PrefixIndex::kNone) entry = index_.add(s.node, key, tokens, PrefixIndex::Kind::kFull);
+    for (int g = 0; g < n_groups(); ++g) {
+      const BlockId block = s.tables[size_t(g)].ids[size_t(s.node_blocks)];
+      // Another block may carry this key already; a key is in one place.
+      if (block == kNoBlock || index_.block(entry, g) != kNoBlock || pools_[size_t(g)]->entry(block) != kNoEntry)
+        continue;
+      index_.set_block(entry, g, block);
+      pools_[size_t(g)]->set_entry(block, entry);
+    }
+    index_.pin(entry);
+    index_.unpin(s.node);
+    s.node = entry;
+    ++s.node_blocks;
+  }
+}
+
+void CacheCore::give_back_behind_window(Sequence& s) {
+  for (int g = 0; g < n_groups(); ++g) {
+    Table& table = s.tables[size_t(g)];
+    const int64_t keep_from = first_kept_block(g, s.length);
+    for (; table.first_held < keep_from; ++table.first_held) {
+      BlockId& block = table.ids[size_t(table.first_held)];
+      if (block != kNoBlock) pools_[size_t(g)]->drop(block);
+      block = kNoBlock;
+    }
+  }
+}
+
+// Keeps the sequence's open entry in step with its last, partly filled block.
+void CacheCore::sync_open_entry(Sequence& s) {
+  const int64_t block_size = options_.block_size;
+  const int64_t n_open = s.length % block_size;
+  bool fits = is_tracked(s) && n_open > 0;
+  for (int g = 0; g < n_groups() && fits; ++g)
+    fits = pools_[size_t(g)]->is_writable(s.tables[size_t(g)].ids[size_t(s.node_blocks)]);
+  if (!fits) return drop_open_entry(s);
+  if (s.open_entry == PrefixIndex::kNone) s.open_entry = index_.add_open(s.node);
+  for (int g = 0; g < n_groups(); ++g)
+    index_.set_block(s.open_entry, g, s.tables[size_t(g)].ids[size_t(s.node_blocks)]);
+  index_.set_open_tokens(
+      s.open_entry, std::span<const int32_t>(s.tokens).subspan(size_t(s.node_blocks * block_size), size_t(n_open)));
+}
+
+void CacheCore::drop_open_entry(Sequence& s) {
+  if (s.open_entry == PrefixIndex::kNone) return;
+  for (int g = 0; g < n_groups(); ++g) index_.set_block(s.open_entry, g, kNoBlock);
+  index_.remove_if_unused(s.open_entry);
+  s.open_entry = PrefixIndex::kNone;
+}
+
+// A released sequence leaves its last block as a partial entry, unless somebody else still writes or knows it.
+void CacheCore::keep_tail_as_partial(Sequence& s) {
+  if (s.open_entry == PrefixIndex::kNone) return;
+  for (int g = 0; g < n_groups(); ++g)
+    if (!pools_[size_t(g)]->is_writable(index_.block(s.open_entry, g))) return;
+  const auto open = index_.tokens(s.open_entry);
+  const std::vector<int32_t> tokens(open.begin(), open.end());
+  const Key key = index_.hash(index_.key(s.node), tokens);
+  if (index_.find(s.node, key, tokens).entry != PrefixIndex::kNone) return;
+  const uint32_t entry = index_.add(s.node, key, tokens, PrefixIndex::Kind::kPartial);
+  for (int g = 0; g < n_groups(); ++g) {
+    const BlockId block = index_.block(s.open_entry, g);
+    index_.set_block(entry, g, block);
+    pools_[size_t(g)]->set_entry(block, entry);
+  }
+}
+
+}  // namespace pagedkv

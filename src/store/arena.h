@@ -1,0 +1,72 @@
+// The memory of one group's blocks: reserved once, committed and given back by extents, never moved.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "device/host_memory.h"
+#include "pagedkv/layout.h"
+#include "pagedkv/status.h"
+#include "store/image_layout.h"
+
+namespace pagedkv {
+
+// Bytes that all arenas of a cache may commit together. One thread.
+struct MemoryBudget {
+  int64_t limit = 0;
+  int64_t committed = 0;
+  // Test hook: called before each commit; not ok makes it fail.
+  std::function<Status()> inject_failure;
+};
+
+class Arena {
+ public:
+  // Reserves addresses for max_blocks; if the system refuses, for half as many and so on, but never fewer than
+  // min_blocks. `budget` must outlive the arena. Errors: kUnavailable.
+  static Result<std::unique_ptr<Arena>> create(ImageLayout layout, int64_t min_blocks, int64_t max_blocks,
+                                               MemoryBudget& budget);
+  ~Arena();
+
+  const ImageLayout& layout() const { return layout_; }
+  int64_t max_blocks() const { return max_blocks_; }
+  int64_t bytes_reserved() const;
+  int64_t bytes_committed() const { return bytes_committed_; }
+  int64_t bytes_resident() const;
+
+  // Makes the blocks of extent `index` usable. Checks the budget and what the cgroup leaves before it asks the
+  // system. Errors: kCapacity, kUnavailable; nothing changed.
+  Status commit(int64_t index);
+  // Gives the memory of a committed extent back. A page that a neighbour still uses stays.
+  void decommit(int64_t index);
+
+  // Copies one block's image.
+  void copy(uint32_t source, uint32_t destination);
+
+  std::byte* address(const Plane& plane) const {
+    return regions_[size_t(plane.region)].range.data() + plane.offset;
+  }
+  LayerTensors tensors(int layer_in_group, int64_t num_blocks) const;
+
+ private:
+  struct Region {
+    AddressRange range;
+    RegionSpec spec;
+    std::vector<uint8_t> users;  // per granule: committed extents that reach into it
+  };
+  struct Granules {
+    int64_t begin, end;
+  };
+
+  Arena(ImageLayout layout, MemoryBudget& budget) : layout_(std::move(layout)), budget_(budget) {}
+  Granules granules_of(const Region& region, int64_t extent) const;
+
+  ImageLayout layout_;
+  MemoryBudget& budget_;
+  int64_t max_blocks_ = 0;
+  int64_t bytes_committed_ = 0;
+  std::vector<Region> regions_;
+};
+
+}  // namespace pagedkv

@@ -1,0 +1,91 @@
+// Half floats, the environment, keys.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+
+#include "base/env.h"
+#include "base/half.h"
+#include "base/hash.h"
+#include "pagedkv/format.h"
+#include "pagedkv/paged_kv_cache.h"
+
+namespace pagedkv {
+namespace {
+
+TEST(Half, EveryF16BitPatternSurvivesTheWayThroughF32) {
+  for (uint32_t h = 0; h < 0x10000; ++h) {
+    const float f = f16_to_f32(uint16_t(h));
+    if (std::isnan(f)) continue;
+    EXPECT_EQ(f32_to_f16(f), uint16_t(h));
+    EXPECT_EQ(f, float(static_cast<_Float16>(f)));
+  }
+}
+
+TEST(Half, RoundingIsToNearestEven) {
+  uint32_t state = 7;
+  for (int i = 0; i < 200000; ++i) {
+    state = state * 1664525u + 1013904223u;
+    const float f = std::bit_cast<float>(state);
+    if (std::isnan(f)) continue;
+    EXPECT_EQ(f32_to_f16(f), std::bit_cast<uint16_t>(static_cast<_Float16>(f))) << f;
+  }
+  EXPECT_EQ(bf16_to_f32(f32_to_bf16(1.00390625f)), 1.0f);       // half way, to even
+  EXPECT_EQ(bf16_to_f32(f32_to_bf16(1.01171875f)), 1.015625f);  // half way, to even
+  EXPECT_EQ(bf16_to_f32(f32_to_bf16(-3.0f)), -3.0f);
+}
+
+class Environment : public testing::Test {
+ protected:
+  void TearDown() override {
+    for (const char* name : {"PAGEDKV_QUANT", "MTPLX_VLLM_METAL_PAGED_KV_QUANT", "MTPLX_PAGED_KV_QUANT",
+                             "PAGEDKV_DYNAMIC", "MTPLX_DYNAMIC_PAGED_KV"})
+      unsetenv(name);
+  }
+  void set(const char* name, const char* value) { setenv(name, value, 1); }
+};
+
+TEST_F(Environment, OursComesBeforeTheArticlesNamesAndEmptyCountsAsUnset) {
+  set("MTPLX_PAGED_KV_QUANT", "q4");
+  EXPECT_EQ(kv_quant_from_env()->k, Format::kQ4);
+  set("MTPLX_VLLM_METAL_PAGED_KV_QUANT", "int8");
+  EXPECT_EQ(kv_quant_from_env()->k, Format::kQ8);
+  set("PAGEDKV_QUANT", "q6");
+  EXPECT_EQ(kv_quant_from_env()->k, Format::kQ6);
+  set("PAGEDKV_QUANT", "");
+  EXPECT_EQ(kv_quant_from_env()->k, Format::kQ8);
+}
+
+TEST_F(Environment, AnUnknownModeNamesTheVariableTheValueAndTheModes) {
+  set("PAGEDKV_QUANT", "q5");
+  const std::string text = kv_quant_from_env().status().message();
+  for (const char* word : {"PAGEDKV_QUANT", "q5", "q8", "q6", "q4", "off"})
+    EXPECT_NE(text.find(word), std::string::npos) << text;
+}
+
+TEST_F(Environment, SwitchesTakeTheUsualWordsAndNothingElse) {
+  for (const char* yes : {"1", "true", "YES", "On"}) {
+    set("MTPLX_DYNAMIC_PAGED_KV", yes);
+    EXPECT_TRUE(paged_kv_options_from_env({.dynamic = false})->dynamic);
+  }
+  set("PAGEDKV_DYNAMIC", "off");
+  EXPECT_FALSE(paged_kv_options_from_env()->dynamic);
+  set("PAGEDKV_DYNAMIC", "maybe");
+  const std::string text = paged_kv_options_from_env().status().message();
+  for (const char* word : {"PAGEDKV_DYNAMIC", "maybe", "true", "off"})
+    EXPECT_NE(text.find(word), std::string::npos) << text;
+}
+
+TEST(Key, ChainsOverFullWidthTokensAndEverythingAbove) {
+  const Key root = root_key("model", "tenant");
+  EXPECT_NE(root, root_key("model", "tenant2"));
+  EXPECT_NE(root_key("ab", "c"), root_key("a", "bc"));
+  const int32_t a[] = {1, 2}, b[] = {1, 2 + 65536};
+  EXPECT_NE(chain_key(root, a), chain_key(root, b));
+  EXPECT_NE(chain_key(root, a), chain_key(root_key("other", "tenant"), a));
+  EXPECT_EQ(chain_key(root, a), chain_key(root, a));
+}
+
+}  // namespace
+}  // namespace pagedkv

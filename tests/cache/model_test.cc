@@ -1,0 +1,158 @@
+// A million random operations against a naive map of tokens, with every invariant checked after each.
+
+#include <random>
+
+#include "tests/cache/world.h"
+
+namespace pagedkv {
+namespace {
+
+// Sanitizers make each step an order of magnitude slower.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kOperations = 100'000;
+#else
+constexpr int kOperations = 1'000'000;
+#endif
+
+class RandomWorld {
+ public:
+  RandomWorld(const WorldOptions& options, uint32_t seed, bool fail_commits)
+      : world_(options), random_(seed), fail_commits_(fail_commits) {}
+
+  void run(int operations) {
+    for (int i = 0; i < operations && !testing::Test::HasFailure(); ++i) {
+      const bool inject = fail_commits_ && below(2) == 0;
+      for (int g = 0; g < world_.core->n_groups(); ++g) world_.source(g).fail_after = inject ? below(2) : -1;
+      one();
+      world_.expect_sound();
+    }
+    for (const auto& [name, id] : std::map(world_.ids)) world_.close(name);
+    world_.core->clear_cached();
+    world_.expect_sound();
+    for (int g = 0; g < world_.core->n_groups(); ++g) EXPECT_EQ(world_.counts(g).free, world_.counts(g).total);
+    EXPECT_EQ(world_.core->index().size(), 0u);
+    EXPECT_GT(hits_, operations / 100);
+    EXPECT_GT(refused_, operations / 1000);
+  }
+
+ private:
+  int below(int n) { return int(random_() % uint32_t(n)); }
+  std::string any() {
+    auto at = world_.ids.begin();
+    std::advance(at, below(int(world_.ids.size())));
+    return at->first;
+  }
+  // Few token values and few beginnings, so that prefixes repeat and diverge anywhere.
+  std::vector<int32_t> some_tokens(int n) {
+    std::vector<int32_t> list(static_cast<size_t>(n));
+    for (auto& token : list) token = below(2);
+    return list;
+  }
+
+  void one() {
+    const int choice = below(100);
+    if (world_.ids.empty() || (choice < 18 && world_.ids.size() < 8)) return start();
+    const std::string name = any();
+    const int64_t length = int64_t(world_.history[name].size());
+    if (choice < 60) {
+      const auto list = some_tokens(1 + below(9));
+      const int64_t accept = below(3) == 0 ? below(int(list.size()) + 1) : -1;  // speculation
+      if (!world_.append(name, list, accept).ok()) {
+        ++refused_;
+        world_.expect_content(name);
+      }
+    } else if (choice < 68 && world_.ids.size() < 8) {
+      world_.fork(name, fresh_name());
+    } else if (choice < 78) {
+      (void)world_.truncate(name, below(int(length) + 1));
+      world_.expect_content(name);
+    } else if (choice < 92) {
+      world_.close(name);
+    } else if (choice < 96) {
+      batch();
+    } else if (choice < 97) {
+      world_.core->clear_cached();
+    } else {
+      world_.expect_content(name);
+    }
+  }
+
+  void start() {
+    const std::vector<int32_t> prompt = some_tokens(1 + below(20));
+    StartOptions options;
+    if (below(4) == 0) options.name_space = "other";
+    options.reuse = below(8) != 0;
+    options.store = below(8) != 0;
+    const std::string name = fresh_name();
+    hits_ += world_.start(name, prompt, options) > 0;
+    const std::vector<int32_t> rest(prompt.begin() + int64_t(world_.history[name].size()), prompt.end());
+    if (!world_.append(name, rest).ok()) ++refused_;
+  }
+
+  // Several sequences in one step, of which some may leave in the middle.
+  void batch() {
+    std::vector<std::pair<std::string, std::vector<int32_t>>> requests;
+    for (const auto& [name, id] : world_.ids)
+      if (below(2) == 0) requests.push_back({name, some_tokens(1 + below(5))});
+    if (requests.empty()) return;
+    StepArrays step;
+    if (!world_.reserve(requests, step).ok()) {
+      ++refused_;
+      return;
+    }
+    world_.expect_sound();
+    world_.compute(step, requests);
+    const bool leave = below(4) == 0, abandon = below(8) == 0;
+    if (leave) {
+      EXPECT_TRUE(world_.core->release(world_.ids[requests[0].first]).ok());
+    }
+    world_.expect_sound();
+    if (abandon) {
+      world_.core->abandon(step);
+    } else {
+      auto statuses = world_.core->commit(step, {}, {});
+      ASSERT_TRUE(statuses.ok());
+      for (size_t i = 0; i < requests.size(); ++i)
+        ASSERT_EQ((*statuses)[i].code(), leave && i == 0 ? Code::kStale : Code::kOk);
+    }
+    for (size_t i = 0; i < requests.size(); ++i) {
+      const auto& [name, list] = requests[i];
+      if (leave && i == 0) {
+        world_.ids.erase(name);
+        world_.history.erase(name);
+      } else {
+        if (!abandon) world_.history[name].insert(world_.history[name].end(), list.begin(), list.end());
+        world_.expect_content(name);
+      }
+    }
+  }
+
+  std::string fresh_name() { return "s" + std::to_string(next_name_++); }
+
+  World world_;
+  std::mt19937 random_;
+  bool fail_commits_;
+  int next_name_ = 0;
+  int64_t hits_ = 0, refused_ = 0;
+};
+
+const WorldOptions kFull{.blocks = 40, .block_size = 4, .windows = {0}, .floor = 4, .extent = 3};
+const WorldOptions kMixed{.blocks = 40, .block_size = 4, .windows = {0, 6}, .floor = 4, .extent = 3};
+
+TEST(Model, AMillionOperationsOnAFullGroupKeepEveryInvariantAndEveryToken) {
+  RandomWorld(kFull, 1, false).run(kOperations);
+}
+TEST(Model, TheSameWithAFailureInjectedAtCommitsOfMemory) { RandomWorld(kFull, 2, true).run(kOperations); }
+TEST(Model, AFullAndAWindowGroupStayInStep) { RandomWorld(kMixed, 3, false).run(kOperations / 4); }
+TEST(Model, AFullAndAWindowGroupStayInStepWhenCommitsFail) { RandomWorld(kMixed, 4, true).run(kOperations / 4); }
+TEST(Model, WindowsOnlyOrBlocksOfOneTokenWorkToo) {
+  RandomWorld({.blocks = 14, .block_size = 4, .windows = {6}, .floor = 1, .extent = 2}, 5, false)
+      .run(kOperations / 10);
+  RandomWorld({.blocks = 60, .block_size = 1, .windows = {0}, .floor = 1, .extent = 7}, 6, true)
+      .run(kOperations / 10);
+}
+
+// O-SHARE-10, O-MET-02 are this test at another size; O-CONC-10's owner word is the content hash.
+
+}  // namespace
+}  // namespace pagedkv
