@@ -10,6 +10,7 @@
 // plan may run on several threads at once, each with its own Part. stats() and verify(): the changing thread.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -66,6 +67,12 @@ struct StartOptions {
   std::string_view name_space;  // prompts of different namespaces never share: tenant, salt
   bool reuse = true;            // look for cached blocks
   bool store = true;            // let later prompts reuse this sequence's blocks
+};
+
+// Names a full block's content and all that came before it: SHA-256, chained.
+struct PrefixKey {
+  std::array<uint8_t, 32> bytes{};
+  bool operator==(const PrefixKey&) const = default;
 };
 
 struct Started {
@@ -129,6 +136,11 @@ class Cache {
   // Opens a sequence and takes over the cached blocks of the longest known prefix of `prompt`: whole blocks by
   // reference, then part of one block by copy. The caller computes prompt[reused ..]. Never fails for lack of room.
   Result<Started> start(std::span<const int32_t> prompt, const StartOptions& options = {});
+  // The keys of a prompt's full blocks, for lookups that repeat (a waiting request), and how many leading tokens of
+  // it sit in whole cached blocks now. start() does both.
+  std::vector<PrefixKey> prefix_keys(std::span<const int32_t> prompt, std::string_view name_space = {}) const;
+  Tokens cached_prefix(std::span<const int32_t> prompt, std::span<const PrefixKey> keys,
+                       std::string_view name_space = {}) const;
   // A second sequence with the same content; blocks are shared until one of the two writes.
   Result<SequenceId> fork(SequenceId sequence);
   // Shortens to new_length. Errors: kInvalidArgument past the end or behind what a window group still holds;

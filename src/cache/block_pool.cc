@@ -13,13 +13,15 @@ BlockPool::BlockPool(const Options& options, BlockSource& source, std::function<
 Status BlockPool::open_floor() { return raise_floor(options_.floor_blocks); }
 
 Status BlockPool::raise_floor(int64_t blocks) {
-  const int64_t extents =
-      (std::min(blocks, options_.max_blocks) + options_.extent_blocks - 1) / options_.extent_blocks;
-  while (counts_.total < std::min(blocks, options_.max_blocks)) {
-    if (Status status = grow_one(); !status.ok()) return status;
+  if (blocks > options_.max_blocks) return Status(Code::kCapacity, options_.limit);
+  while (counts_.total < blocks) {
+    if (Status status = grow_one(); !status.ok()) {
+      shrink();
+      return status;
+    }
   }
+  const int64_t extents = (blocks + options_.extent_blocks - 1) / options_.extent_blocks;
   floor_extents_ = std::max(floor_extents_, extents);
-  if (blocks > options_.max_blocks) return Status(Code::kCapacity, "the pool's blocks are all committed");
   return Status();
 }
 
@@ -51,7 +53,7 @@ Status BlockPool::grow_one() {
   if (!holes_.empty()) {
     extent = holes_.front();
   } else {
-    if (end_id() >= options_.max_blocks) return Status(Code::kCapacity, "all blocks of the pool are committed");
+    if (end_id() >= options_.max_blocks) return Status(Code::kCapacity, options_.limit);
     extent = uint32_t(extents_.size());
   }
   if (Status status = source_.commit(extent); !status.ok()) return status;

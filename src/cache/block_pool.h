@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "cache/block_source.h"
@@ -25,6 +26,7 @@ class BlockPool {
     int64_t extent_blocks = 1;  // blocks that are committed together
     int64_t image_bytes = 0;    // for the rule of when an empty extent goes back
     int64_t extent_bytes = 0;
+    std::string limit;  // what sets max_blocks, for messages
   };
   struct Counts {
     int64_t total = 0, free = 0, open = 0, full = 0, shared = 0, cached = 0, quarantined = 0;
@@ -38,7 +40,7 @@ class BlockPool {
 
   // Commits the floor. Errors: those of the source.
   Status open_floor();
-  // Commits extents until `blocks` exist, and keeps them. Errors: kCapacity; what was committed stays usable.
+  // Commits extents until `blocks` exist, and keeps them. Errors: kCapacity; nothing changed.
   Status raise_floor(int64_t blocks);
 
   // Makes sure that `n` blocks are free, first by growing, then by evicting cached ones, least recently used first.

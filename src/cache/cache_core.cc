@@ -75,7 +75,7 @@ int64_t CacheCore::first_kept_block(int group, int64_t length) const {
   return window == 0 ? 0 : std::max<int64_t>(0, length - window) / options_.block_size;
 }
 
-std::vector<Key> CacheCore::hash_prompt(std::span<const int32_t> prompt, std::string_view name_space) {
+std::vector<Key> CacheCore::hash_prompt(std::span<const int32_t> prompt, std::string_view name_space) const {
   const size_t block_size = size_t(options_.block_size);
   std::vector<Key> keys;
   keys.reserve(prompt.size() / block_size);
@@ -116,6 +116,13 @@ CacheCore::Match CacheCore::match(std::span<const int32_t> prompt, std::span<con
     match.reason = PrefixReason::kWindowGone;
   }
   return match;
+}
+
+int64_t CacheCore::cached_prefix(std::span<const int32_t> prompt, std::span<const Key> keys,
+                                 std::string_view name_space) const {
+  const uint32_t root = index_.find_root(name_space);
+  if (root == PrefixIndex::kNone) return 0;
+  return int64_t(match(prompt, keys, root).entries.size()) * options_.block_size;
 }
 
 // The longest prefix of at most n entries whose window groups still hold what the next query sees.
@@ -508,14 +515,17 @@ void CacheCore::fill_arrays(std::span<const Sequence* const> sequences, StepArra
     group.max_blocks = int64_t(width);
     group.block_tables.resize(n * width);
     group.slot_mapping.resize(n_tokens);
-    size_t t = 0;
+    int64_t* slot = group.slot_mapping.data();
     for (size_t i = 0; i < n; ++i) {
       const auto& ids = sequences[i]->tables[g].ids;
       int32_t* row = group.block_tables.data() + i * width;
       std::ranges::transform(ids, row, [](BlockId id) { return int32_t(id); });  // kNoBlock becomes -1
       std::fill(row + ids.size(), row + width, -1);
-      for (int64_t p = out.sequences[i].old_length; p < out.seq_lens[i]; ++p)
-        group.slot_mapping[t++] = int64_t(ids[size_t(p / block_size)]) * block_size + p % block_size;
+      for (int64_t p = out.sequences[i].old_length; p < out.seq_lens[i];) {  // block by block
+        const int64_t block = p / block_size, end = std::min<int64_t>(out.seq_lens[i], (block + 1) * block_size);
+        int64_t first = int64_t(ids[size_t(block)]) * block_size + p % block_size;
+        for (; p < end; ++p) *slot++ = first++;
+      }
     }
   }
 }

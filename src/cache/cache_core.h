@@ -63,13 +63,16 @@ class CacheCore {
   void abandon(StepArrays& step);
 
   // The keys of a prompt's full blocks, and the lookup with them; start() does both.
-  std::vector<Key> hash_prompt(std::span<const int32_t> prompt, std::string_view name_space);
+  std::vector<Key> hash_prompt(std::span<const int32_t> prompt, std::string_view name_space) const;
   struct Match {
     std::vector<uint32_t> entries;  // of the full blocks that hit
     PrefixReason reason = PrefixReason::kNew;
   };
   Match match(std::span<const int32_t> prompt, std::span<const Key> keys, uint32_t root) const;
   uint32_t root(std::string_view name_space) { return index_.root(name_space, options_.fingerprint); }
+  // Tokens of whole cached blocks that start() would reuse.
+  int64_t cached_prefix(std::span<const int32_t> prompt, std::span<const Key> keys,
+                        std::string_view name_space) const;
 
   // The group whose blocks `num_blocks` and capacity messages count: the first with full attention, else the first.
   int main_group() const { return main_group_; }

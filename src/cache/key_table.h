@@ -17,7 +17,7 @@ class KeyTable {
   template <class Same>
   uint32_t find(const Key& key, const Same& same) const {
     if (slots_.empty()) return kNone;
-    const uint64_t tag = key.tag();
+    const uint64_t tag = key_tag(key);
     for (size_t at = tag & mask();; at = (at + 1) & mask()) {
       const Slot& slot = slots_[at];
       if (slot.value == kNone) return kNone;
@@ -28,7 +28,7 @@ class KeyTable {
   // Requires: the key is not there.
   void insert(const Key& key, uint32_t value) {
     if ((size_ + 1) * 2 > slots_.size()) grow();
-    place({key.tag(), value});
+    place({key_tag(key), value});
     ++size_;
   }
 
@@ -61,8 +61,8 @@ class KeyTable {
 
   size_t mask() const { return slots_.size() - 1; }
   size_t locate(const Key& key, uint32_t value) const {
-    size_t at = key.tag() & mask();
-    while (slots_[at].value != value || slots_[at].tag != key.tag()) at = (at + 1) & mask();
+    size_t at = key_tag(key) & mask();
+    while (slots_[at].value != value || slots_[at].tag != key_tag(key)) at = (at + 1) & mask();
     return at;
   }
   void place(const Slot& slot) {

@@ -99,7 +99,8 @@ void PrefixIndex::forget_block(uint32_t entry, int group) {
   set_block(entry, group, kNoBlock);
   if (entries_[entry].kind == Kind::kFull) {
     if (ghosts_.empty()) ghosts_.resize(kGhosts);
-    ghosts_[entries_[entry].key.tag() % kGhosts] = entries_[entry].key.tag();
+    const uint64_t tag = key_tag(entries_[entry].key);
+    ghosts_[tag % kGhosts] = tag;
   }
   remove_if_unused(entry);
 }

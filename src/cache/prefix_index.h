@@ -29,6 +29,10 @@ class PrefixIndex {
 
   // The entry above all prompts of a namespace; made when missing.
   uint32_t root(std::string_view name_space, std::string_view fingerprint);
+  uint32_t find_root(std::string_view name_space) const {
+    const auto found = roots_.find(name_space);
+    return found == roots_.end() ? kNone : found->second;
+  }
   // A sequence stands on the entry: it stays, with all its ancestors, until unpinned.
   void pin(uint32_t entry) { ++entries_[entry].refs; }
   void unpin(uint32_t entry);
@@ -70,7 +74,7 @@ class PrefixIndex {
   }
   // A full block with this key was here and made room. Remembers the most recent evictions only.
   bool was_evicted(const Key& key) const {
-    return !ghosts_.empty() && ghosts_[key.tag() % ghosts_.size()] == key.tag();
+    return !ghosts_.empty() && ghosts_[key_tag(key) % ghosts_.size()] == key_tag(key);
   }
 
   size_t size() const { return entries_.size() - free_entries_.size(); }

@@ -1,0 +1,41 @@
+# A thin front. CMake builds; the scripts in tools/ install, fetch and check.
+.PHONY: help demo test build bench lint format clean
+
+help:           ## this list
+	@sed -n 's/^\([a-z]*\): *## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+pagedkv := build/release/bin/pagedkv
+
+demo:           ## set up, build, fetch SmolLM2 (98 MB) and answer a question
+	@tools/build release
+	@model=$$(tools/model smollm2) && \
+	  $(pagedkv) run -m "$$model" -p "What is the capital of France?" --temp 0
+
+test:           ## set up, build and run all tests
+	@tools/build release
+	@PAGEDKV_TEST_MODEL=$$(tools/model smollm2) && export PAGEDKV_TEST_MODEL && \
+	  ctest --preset release --output-on-failure -j "$$(nproc)"
+
+build:          ## set up and build
+	@tools/build release
+
+bench:          ## measure; records land in build/bench/*.json
+	@tools/build release
+	@mkdir -p build/bench
+	$(pagedkv) bench cache --json > build/bench/cache.json
+	$(pagedkv) bench kernels --peer ggml --json > build/bench/kernels.json
+	model=$$(tools/model smollm2) && \
+	  $(pagedkv) bench model -m "$$model" --peer llama --json > build/bench/model.json
+
+lint:           ## layers, format, clang-tidy
+	@tools/build release
+	@tools/layers
+	@tools/format --check
+	@tools/tidy
+
+format:         ## rewrite our C++ with clang-format
+	@tools/setup
+	@tools/format
+
+clean:          ## remove build/ (the cache of tools/setup stays)
+	rm -rf build

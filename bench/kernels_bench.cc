@@ -1,0 +1,267 @@
+// Attention over paged blocks, cold: as bytes a second, as a share of what this machine reads, and beside ggml.
+
+#include <algorithm>
+#include <charconv>
+#include <numeric>
+#include <random>
+
+#include "bench/bench.h"
+#include "bench/measure.h"
+#include "bench/peer.h"
+#include "bench/table.h"
+#include "engine/engine.h"
+#include "pagedkv/cache.h"
+
+namespace pagedkv::bench {
+namespace {
+
+constexpr int kRuns = 21;
+constexpr int64_t kPrefillRows = 512;
+
+// decode_{q heads}_{kv heads}_{head_dim}_{sequences}x{tokens}, prefill_{q heads}_{kv heads}_{head_dim}_{depth}.
+struct Case {
+  std::string name;
+  int64_t heads_q = 0, heads_kv = 0, head_dim = 0;
+  int64_t batch = 1, tokens = 0, rows = 1;
+};
+
+const char* const kDefaultCases[] = {"decode_32_8_128_1x32k", "decode_32_32_128_8x4k", "decode_9_3_64_1x8k",
+                                     "decode_4_1_256_1x8k", "prefill_9_3_64_8k"};
+
+Result<Case> parse_case(const std::string& name) {
+  const auto refused = [&] {
+    return invalid_argument("[bench] case \"" + name +
+                            "\" is not of the form decode_32_8_128_1x32k (q heads, KV heads, head_dim, sequences x "
+                            "tokens) or prefill_9_3_64_8k (depth)");
+  };
+  Case c{.name = name};
+  std::string_view rest = name;
+  const bool decode = rest.starts_with("decode_");
+  if (!decode && !rest.starts_with("prefill_")) return refused();
+  rest.remove_prefix(decode ? 7 : 8);
+  const auto number = [&](char end) -> int64_t {  // -1 when there is none in 1 .. 2^20
+    int64_t value = 0;
+    const auto [at, error] = std::from_chars(rest.data(), rest.data() + rest.size(), value);
+    if (error != std::errc() || value < 1 || value > 1 << 20) return -1;
+    rest.remove_prefix(size_t(at - rest.data()));
+    if (end == '\0' && rest.starts_with('k')) {
+      value *= 1024;
+      rest.remove_prefix(1);
+    }
+    if (end == '\0') return rest.empty() ? value : -1;
+    if (!rest.starts_with(end)) return -1;
+    rest.remove_prefix(1);
+    return value;
+  };
+  c.heads_q = number('_');
+  c.heads_kv = number('_');
+  c.head_dim = number('_');
+  if (decode) c.batch = number('x');
+  c.tokens = number('\0');
+  if (!decode) c.rows = kPrefillRows, c.tokens += kPrefillRows;
+  if (c.heads_q < 1 || c.heads_kv < 1 || c.head_dim < 1 || c.batch < 1 || c.tokens <= (decode ? 0 : kPrefillRows))
+    return refused();
+  return c;
+}
+
+struct FreeAligned {
+  void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t{64}); }
+};
+
+// A cache whose layers are copies of the same shape: a pass walks them in turn, so that no byte is still in a
+// cache.
+class Paged {
+ public:
+  static Result<std::unique_ptr<Paged>> make(const Case& c, Format format, int layers, int threads) {
+    auto paged = std::make_unique<Paged>();
+    GroupSpec group{.shape = {c.heads_kv, c.head_dim, c.head_dim, {format, format}}, .num_q_heads = c.heads_q};
+    for (int l = 0; l < layers; ++l) group.layers.push_back(l);
+    const int64_t blocks = c.batch * ((c.tokens + 15) / 16);
+    auto made =
+        Cache::create({.groups = {group}, .num_blocks = Blocks(blocks), .dynamic = false, .prefix_sharing = false});
+    if (!made.ok()) return made.status();
+    paged->cache = std::move(*made);
+    paged->layers = layers;
+    if (Status status = paged->scatter(blocks); !status.ok()) return status;
+    if (Status status = paged->fill(c); !status.ok()) return status;
+    std::vector<ReadRequest> reads;
+    for (const SequenceId id : paged->sequences) reads.push_back({id, Tokens(c.rows)});
+    auto plan = paged->cache->plan_read(reads);
+    if (!plan.ok()) return plan.status();
+    paged->plan = std::make_unique<StepPlan>(std::move(*plan));
+    paged->scratch_bytes = paged->cache->scratch_bytes(*paged->plan, threads).n;
+    paged->scratch.reset(new (std::align_val_t{64}) std::byte[size_t(paged->scratch_bytes)]);
+    std::mt19937 random(9);
+    std::normal_distribution<float> normal;
+    paged->q.resize(size_t(c.batch * c.rows * c.heads_q * c.head_dim));
+    for (float& x : paged->q) x = normal(random);
+    paged->out.resize(paged->q.size());
+    return paged;
+  }
+
+  // One layer's attention by the team.
+  void attend(Team& team, int layer) {
+    const AttendArgs args{.plan = *plan,
+                          .layer = layer,
+                          .q = q.data(),
+                          .out = out.data(),
+                          .scratch = {scratch.get(), size_t(scratch_bytes)}};
+    team.run([&](Part part) {
+      if (!cache->attend(args, part).ok()) std::abort();
+      team.sync();
+      if (!cache->merge(args, part).ok()) std::abort();
+    });
+  }
+  double output_norm() const { return std::inner_product(out.begin(), out.end(), out.begin(), 0.0); }
+
+  std::unique_ptr<Cache> cache;
+  std::unique_ptr<StepPlan> plan;
+  std::vector<SequenceId> sequences;
+  std::vector<float> q, out;
+  int layers = 0;
+
+ private:
+  // Gives every block out once and takes them back in random order, so that tables are scattered as in long use.
+  Status scatter(int64_t blocks) {
+    std::vector<SequenceId> holders;
+    for (int64_t i = 0; i < blocks; ++i) {
+      auto started = cache->start({});
+      if (!started.ok()) return started.status();
+      holders.push_back(started->id);
+      if (Status status = write(started->id, 1, {}); !status.ok()) return status;
+    }
+    std::shuffle(holders.begin(), holders.end(), std::mt19937(5));
+    for (const SequenceId id : holders)
+      if (Status status = cache->release(id); !status.ok()) return status;
+    return Status();
+  }
+  Status write(SequenceId id, int64_t n, const std::vector<float>& rows) {
+    const StepRequest request{.sequence = id, .tokens = {}, .n_tokens = Tokens(n)};
+    auto step = cache->reserve({&request, 1});
+    if (!step.ok()) return step.status();
+    for (int layer = 0; layer < layers && !rows.empty(); ++layer)
+      if (Status status = cache->append(*step, layer, {rows.data()}, {rows.data()}); !status.ok()) return status;
+    auto done = cache->commit(*step);
+    if (!done.ok()) return done.status();
+    cache->recycle(std::move(*step));
+    return Status();
+  }
+  Status fill(const Case& c) {
+    std::mt19937 random(3);
+    std::normal_distribution<float> normal;
+    std::vector<float> rows(size_t(512 * c.heads_kv * c.head_dim));
+    for (float& x : rows) x = normal(random);
+    for (int64_t s = 0; s < c.batch; ++s) {
+      auto started = cache->start({});
+      if (!started.ok()) return started.status();
+      sequences.push_back(started->id);
+      for (int64_t at = 0; at < c.tokens; at += 512)
+        if (Status status = write(started->id, std::min<int64_t>(512, c.tokens - at), rows); !status.ok())
+          return status;
+    }
+    return Status();
+  }
+
+  std::unique_ptr<std::byte[], FreeAligned> scratch;
+  int64_t scratch_bytes = 0;
+};
+
+Result<Record> run_case(const Case& c, Format format, const BenchOptions& options, Team& team, double peak) {
+  const LayerShape shape{c.heads_kv, c.head_dim, c.head_dim, {format, format}};
+  const int64_t bytes = bytes_per_token(shape).n * c.tokens * c.batch;
+  const int layers = int(std::clamp<int64_t>((8 * last_level_cache() + bytes - 1) / bytes, 2, 64));
+  auto paged = Paged::make(c, format, layers, team.size());
+  if (!paged.ok()) return paged.status();
+  Paged& ours = **paged;
+  const bool decode = c.rows == 1;
+
+  std::function<void()> peer;
+  if (options.peer == "ggml") {
+    peer = ggml_attention({.heads_q = c.heads_q,
+                           .heads_kv = c.heads_kv,
+                           .head_dim = c.head_dim,
+                           .batch = c.batch,
+                           .tokens = c.tokens,
+                           .rows = c.rows,
+                           .copies = layers},
+                          format, team.size());
+  }
+  ours.attend(team, 0);  // warm-up, and one check that something was computed
+  if (!(ours.output_norm() > 0)) return Status(Code::kInternal, "[bench] the attention of " + c.name + " is empty");
+  if (peer) peer();
+
+  HugeBuffer memory(std::min<int64_t>(int64_t{1} << 29, 16 * last_level_cache()));
+  std::vector<double> seconds, peer_seconds, bandwidth;
+  for (int run = 0; run < (decode ? kRuns : 7); ++run) {
+    const double before = read_bandwidth(team, memory);
+    double begin = now_seconds();
+    const int calls = decode ? layers : 1;
+    for (int l = 0; l < calls; ++l) ours.attend(team, (run + l) % layers);
+    seconds.push_back((now_seconds() - begin) / calls);
+    bandwidth.push_back(std::max(before, read_bandwidth(team, memory)));
+    if (!peer || run % 3 != 0) continue;
+    begin = now_seconds();
+    peer();
+    peer_seconds.push_back(now_seconds() - begin);
+  }
+  const Spread spread = spread_of(seconds);
+  const double speed = spread_of(bandwidth).median;
+  // K and V each take one multiply-add for every channel of every visible key, query row and query head.
+  const double keys_seen = double(c.batch) * double(c.rows) * (double(c.tokens) - double(c.rows - 1) / 2);
+  const double multiply_adds = 2 * keys_seen * double(c.heads_q) * double(c.head_dim);
+  Record r{.name = c.name,
+           .format = format_name(format),
+           .heads_q = c.heads_q,
+           .heads_kv = c.heads_kv,
+           .head_dim = c.head_dim,
+           .batch = c.batch,
+           .tokens = c.tokens - (decode ? 0 : c.rows),
+           .threads = team.size(),
+           .isa = std::string(ours.cache->isa()),
+           .seconds = spread.median,
+           .p10 = spread.p10,
+           .p90 = spread.p90,
+           .runs = int64_t(seconds.size())};
+  r.gbps = double(bytes) / spread.median / 1e9;
+  r.share = double(bytes) / spread.median / speed;
+  r.roofline = std::max(double(bytes) / speed, multiply_adds / peak) / spread.median;
+  if (!peer_seconds.empty()) {
+    r.peer = "ggml";
+    r.peer_seconds = spread_of(peer_seconds).median;
+    r.ratio = *r.peer_seconds / r.seconds;
+  }
+  return r;
+}
+
+}  // namespace
+
+Result<std::vector<Record>> bench_kernels(const BenchOptions& options, std::ostream& table) {
+  if (!options.peer.empty() && options.peer != "ggml")
+    return invalid_argument("[bench] peer \"" + options.peer + "\" is not one of the kernel cases' peers: ggml");
+  std::vector<Case> cases;
+  const std::vector<std::string> names =
+      options.cases.empty() ? std::vector<std::string>(std::begin(kDefaultCases), std::end(kDefaultCases))
+                            : options.cases;
+  for (const std::string& name : names) {
+    auto parsed = parse_case(name);
+    if (!parsed.ok()) return parsed.status();
+    cases.push_back(*parsed);
+  }
+  const std::vector<Format> formats = options.formats.empty()
+                                          ? std::vector<Format>{Format::kF16, Format::kQ8, Format::kQ6, Format::kQ4}
+                                          : options.formats;
+  Team team(options.threads > 0 ? options.threads : engine::default_threads());
+  const double peak = fma_peak(team);
+  std::vector<Record> records;
+  print_head(table);
+  for (const Case& c : cases)
+    for (const Format format : formats) {
+      auto made = run_case(c, format, options, team, peak);
+      if (!made.ok()) return made.status();
+      records.push_back(*made);
+      print_row(table, records.back());
+    }
+  return records;
+}
+
+}  // namespace pagedkv::bench

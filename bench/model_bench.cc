@@ -1,0 +1,199 @@
+// Prefill and decode of a whole model, beside libllama on the same file.
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "bench/bench.h"
+#include "bench/measure.h"
+#include "bench/peer.h"
+#include "bench/table.h"
+#include "engine/engine.h"
+
+namespace pagedkv::bench {
+namespace {
+
+constexpr int kRounds = 5;        // ours and the peer's, in turn
+constexpr int kDecodeSteps = 24;  // a round
+constexpr int64_t kPrefill = 512;
+// After a round the other side's threads may still spin; they sleep after this.
+constexpr auto kPause = std::chrono::milliseconds(50);
+
+// Text that every vocabulary can spell, long enough for any depth.
+Result<std::vector<int32_t>> some_tokens(const engine::Engine& engine, int64_t n) {
+  std::string text;
+  for (int64_t i = 0; int64_t(text.size()) < n * 6; ++i)
+    text += "Paragraph " + std::to_string(i) + ": the river ran past the old mill, and item " +
+            std::to_string(i * 7919 % 1000) + " of the list was counted again before the evening came. ";
+  auto tokens = engine.text().tokenize(text, true, false);
+  if (tokens.ok()) tokens->resize(size_t(n));
+  return tokens;
+}
+
+class Ours {
+ public:
+  explicit Ours(engine::Engine& engine) : engine_(engine) {}
+  Status open() {
+    auto started = engine_.cache().start({}, {.reuse = false, .store = false});
+    if (!started.ok()) return started.status();
+    id_ = started->id;
+    return Status();
+  }
+  Status close() { return engine_.cache().release(id_); }
+  Status feed(std::span<const int32_t> tokens) {
+    while (!tokens.empty()) {
+      const auto chunk = tokens.first(std::min<size_t>(tokens.size(), size_t(kPrefill)));
+      const engine::StepInput input{.sequence = id_, .tokens = chunk};
+      auto out = engine_.step({&input, 1});
+      if (!out.ok()) return out.status();
+      if (!out->statuses[0].ok()) return out->statuses[0];
+      tokens = tokens.subspan(chunk.size());
+    }
+    return Status();
+  }
+  Status truncate(int64_t length) { return engine_.cache().truncate(id_, Tokens(length)); }
+
+ private:
+  engine::Engine& engine_;
+  SequenceId id_;
+};
+
+Record record(const char* name, const engine::Engine& engine, Format format, int64_t depth,
+              const std::vector<double>& seconds, const std::vector<double>& peer) {
+  const GroupSpec& group = engine.cache_options().groups.front();
+  const Spread spread = spread_of(seconds);
+  Record r{.name = name,
+           .format = format_name(format),
+           .heads_q = group.num_q_heads,
+           .heads_kv = group.shape.num_kv_heads,
+           .head_dim = group.shape.head_dim_k,
+           .batch = 1,
+           .tokens = depth,
+           .threads = engine.threads(),
+           .seconds = spread.median,
+           .p10 = spread.p10,
+           .p90 = spread.p90,
+           .runs = int64_t(seconds.size())};
+  if (!peer.empty()) {
+    r.peer = "llama";
+    r.peer_seconds = spread_of(peer).median;
+    r.ratio = *r.peer_seconds / r.seconds;
+  }
+  return r;
+}
+
+bool wanted(const BenchOptions& options, const char* name) {
+  return options.cases.empty() || std::ranges::find(options.cases, name) != options.cases.end();
+}
+
+// Seconds of one decoded token at `depth`.
+Status bench_decode(engine::Engine& engine, LlamaPeer* peer, std::span<const int32_t> tokens, int64_t depth,
+                    std::vector<double>& seconds, std::vector<double>& peer_seconds) {
+  Ours ours(engine);
+  if (Status status = ours.open(); !status.ok()) return status;
+  const auto prompt = tokens.first(size_t(depth));
+  if (Status status = ours.feed(prompt); !status.ok()) return status;
+  if (peer != nullptr) {
+    peer->clear();
+    if (!peer->feed(prompt)) return Status(Code::kInternal, "[bench] libllama failed");
+  }
+  for (int round = 0; round < kRounds + 1; ++round) {  // the first one warms up
+    for (int i = 0; i < kDecodeSteps; ++i) {
+      const double begin = now_seconds();
+      if (Status status = ours.feed(tokens.subspan(size_t(depth + i), 1)); !status.ok()) return status;
+      if (round > 0) seconds.push_back(now_seconds() - begin);
+    }
+    if (Status status = ours.truncate(depth); !status.ok()) return status;
+    if (peer == nullptr) continue;
+    std::this_thread::sleep_for(kPause);
+    for (int i = 0; i < kDecodeSteps; ++i) {
+      const double begin = now_seconds();
+      if (!peer->feed(tokens.subspan(size_t(depth + i), 1)))
+        return Status(Code::kInternal, "[bench] libllama failed");
+      if (round > 0) peer_seconds.push_back(now_seconds() - begin);
+    }
+    peer->truncate(depth);
+    std::this_thread::sleep_for(kPause);
+  }
+  return ours.close();
+}
+
+// Seconds of 512 tokens after `depth` (0: from the start).
+Status bench_prefill(engine::Engine& engine, LlamaPeer* peer, std::span<const int32_t> tokens, int64_t depth,
+                     std::vector<double>& seconds, std::vector<double>& peer_seconds) {
+  Ours ours(engine);
+  if (Status status = ours.open(); !status.ok()) return status;
+  if (peer != nullptr) peer->clear();
+  const auto prompt = tokens.first(size_t(depth)), chunk = tokens.subspan(size_t(depth), size_t(kPrefill));
+  if (Status status = ours.feed(prompt); !status.ok()) return status;
+  if (peer != nullptr && depth > 0 && !peer->feed(prompt))
+    return Status(Code::kInternal, "[bench] libllama failed");
+  for (int round = 0; round < kRounds + 1; ++round) {
+    double begin = now_seconds();
+    if (Status status = ours.feed(chunk); !status.ok()) return status;
+    if (round > 0) seconds.push_back(now_seconds() - begin);
+    if (Status status = ours.truncate(depth); !status.ok()) return status;
+    if (peer == nullptr) continue;
+    std::this_thread::sleep_for(kPause);
+    begin = now_seconds();
+    if (!peer->feed(chunk)) return Status(Code::kInternal, "[bench] libllama failed");
+    if (round > 0) peer_seconds.push_back(now_seconds() - begin);
+    peer->truncate(depth);
+    std::this_thread::sleep_for(kPause);
+  }
+  return ours.close();
+}
+
+}  // namespace
+
+Result<std::vector<Record>> bench_model(const BenchOptions& options, std::ostream& table) {
+  if (!options.peer.empty() && options.peer != "llama")
+    return invalid_argument("[bench] peer \"" + options.peer + "\" is not one of the model cases' peers: llama");
+  for (const std::string& name : options.cases)
+    if (name != "decode" && name != "prefill")
+      return invalid_argument("[bench] case \"" + name + "\" is none of the model cases: decode, prefill");
+  const std::vector<int64_t> depths = options.depths.empty() ? std::vector<int64_t>{16} : options.depths;
+  for (const int64_t depth : depths)
+    if (depth < 0 || depth > 1 << 20)
+      return invalid_argument("[bench] depth is " + std::to_string(depth) + ", allowed are 0 to 1048576");
+  const int64_t deepest = *std::ranges::max_element(depths) + kPrefill;
+  const std::vector<Format> formats = options.formats.empty()
+                                          ? std::vector<Format>{Format::kF16, Format::kQ8, Format::kQ6, Format::kQ4}
+                                          : options.formats;
+  std::vector<Record> records;
+  print_head(table);
+  for (const Format format : formats) {
+    auto engine = engine::Engine::load({.model_path = options.model,
+                                        .context = Tokens(deepest),
+                                        .threads = options.threads,
+                                        .kv_formats = {format, format},
+                                        .allow_past_trained_context = true});
+    if (!engine.ok()) return engine.status();
+    auto tokens = some_tokens(**engine, deepest);
+    if (!tokens.ok()) return tokens.status();
+    std::unique_ptr<LlamaPeer> peer;
+    if (!options.peer.empty()) {
+      auto loaded = LlamaPeer::load(options.model, format, deepest, (*engine)->threads());
+      if (!loaded.ok()) return loaded.status();
+      peer = std::move(*loaded);
+    }
+    for (const int64_t depth : depths) {
+      for (const bool decode : {true, false}) {
+        if (!wanted(options, decode ? "decode" : "prefill")) continue;
+        // Without a depth asked for, prefill is that of a fresh prompt.
+        const int64_t from = !decode && options.depths.empty() ? 0 : depth;
+        if (decode && from == 0) continue;
+        std::vector<double> seconds, peer_seconds;
+        const Status status = decode ? bench_decode(**engine, peer.get(), *tokens, from, seconds, peer_seconds)
+                                     : bench_prefill(**engine, peer.get(), *tokens, from, seconds, peer_seconds);
+        if (!status.ok()) return status;
+        records.push_back(record(decode ? "decode" : "prefill", **engine, format, from, seconds, peer_seconds));
+        records.back().isa = std::string((*engine)->cache().isa());
+        print_row(table, records.back());
+      }
+    }
+  }
+  return records;
+}
+
+}  // namespace pagedkv::bench

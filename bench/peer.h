@@ -1,0 +1,39 @@
+// Peers that a measurement runs beside ours, in turn. Their libraries stay inside peer_*.cc.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "pagedkv/format.h"
+#include "pagedkv/status.h"
+
+namespace pagedkv::bench {
+
+// ggml's flash attention over contiguous K and V of the same tokens.
+struct AttentionShape {
+  int64_t heads_q, heads_kv, head_dim;
+  int64_t batch;   // sequences
+  int64_t tokens;  // stored, per sequence
+  int64_t rows;    // query rows per sequence, the last ones
+  int64_t copies;  // of K and V, used in turn, so that none is in a cache
+};
+// Runs one call over the next copy; null when ggml has no such format (q6).
+std::function<void()> ggml_attention(const AttentionShape& shape, Format format, int threads);
+
+// libllama on the same file, with its own cache in the format of the same width.
+class LlamaPeer {
+ public:
+  // Null when libllama has no such cache format (q6). Errors: kCorrupt, kInvalidArgument.
+  static Result<std::unique_ptr<LlamaPeer>> load(const std::string& model, Format format, int64_t context,
+                                                 int threads);
+  virtual ~LlamaPeer() = default;
+  virtual void clear() = 0;
+  // Feeds tokens of one sequence and waits for the logits of the last one. False on failure.
+  virtual bool feed(std::span<const int32_t> tokens) = 0;
+  virtual void truncate(int64_t length) = 0;
+};
+
+}  // namespace pagedkv::bench

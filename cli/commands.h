@@ -1,0 +1,12 @@
+// The subcommands. Each returns the exit code: 0, or 1 after its error is on stderr.
+#pragma once
+
+#include "cli/options.h"
+
+namespace pagedkv::cli {
+
+int run(const RunOptions& options);  // 130 when cancelled by Ctrl-C
+int inspect(const InspectOptions& options);
+int bench(const BenchCommand& command);
+
+}  // namespace pagedkv::cli

@@ -1,0 +1,339 @@
+#include "cli/options.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <functional>
+#include <limits>
+#include <sstream>
+
+#include "pagedkv/log.h"
+#include "pagedkv/paged_kv_cache.h"
+
+namespace pagedkv::cli {
+namespace {
+
+constexpr int64_t kMaxBlockSize = 256;
+constexpr int64_t kMaxPosition = 0x7fffffff;  // positions are int32 in a plan
+constexpr int64_t kMaxThreads = 512;          // ggml's limit
+constexpr int kHelpColumn = 38;
+constexpr size_t kHelpWidth = 76;
+
+// --- words to values ---------------------------------------------------------------------------------------------
+Result<int64_t> read_whole(const std::string& word, int64_t low, int64_t high) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+  if (error == std::errc() && end == word.data() + word.size() && value >= low && value <= high) return value;
+  return invalid_argument(fmt::format("\"{}\" is not a whole number from {} to {}", word, low, high));
+}
+
+// Any finite or infinite number, or NaN: the ranges are check_sampling's. Too large for a double is infinite.
+Result<double> read_number(const std::string& word) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+  if (end != word.data() + word.size() || error == std::errc::invalid_argument)
+    return invalid_argument(fmt::format("\"{}\" is not a number", word));
+  return error == std::errc() ? value : std::numeric_limits<double>::infinity();
+}
+
+Result<Bytes> read_bytes(const std::string& word) {
+  constexpr int64_t kMax = int64_t{1} << 46;
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+  std::string unit(end, word.data() + word.size());
+  std::transform(unit.begin(), unit.end(), unit.begin(), [](unsigned char c) { return std::tolower(c); });
+  const int shift = unit.empty() ? 0 : unit == "kib" ? 10 : unit == "mib" ? 20 : unit == "gib" ? 30 : -1;
+  if (error != std::errc() || shift < 0 || value < 1 || value > (kMax >> shift)) {
+    return invalid_argument(fmt::format(
+        "\"{}\" is not a size from 1 to {} bytes (64 TiB): a whole number, with KiB, MiB or GiB if wanted", word,
+        kMax));
+  }
+  return Bytes(value << shift);
+}
+
+void notice_foreign_spelling(const std::string& mode) {
+  if (is_foreign_spelling(mode))
+    notice(fmt::format("{}: here the format with one scale a row, not ggml's of that name (groups of 32)", mode));
+}
+
+// --- registering -------------------------------------------------------------------------------------------------
+std::string wrapped(const std::string& text) {
+  std::istringstream words(text);
+  std::string lines, line;
+  for (std::string word; words >> word;) {
+    if (!line.empty() && line.size() + 1 + word.size() > kHelpWidth) lines += line + "\n", line.clear();
+    line += (line.empty() ? "" : " ") + word;
+  }
+  return lines + line;
+}
+
+// Adds an option that takes one word; `take` stores its value, and what it refuses is a usage error. CLI11's own
+// conversions are not used: they know no ranges, and read "{}" or "[a]" in a prompt as lists.
+using Take = std::function<Status(const std::string& word)>;
+CLI::Option* add(CLI::App& command, const std::string& names, const std::string& value_name,
+                 const std::string& help, Take take) {
+  const std::string first = names.substr(0, names.find(','));
+  const std::string shown = names.find("--") == std::string::npos ? first : names.substr(names.find("--"));
+  const std::string name = shown.substr(0, shown.find(','));
+  return command
+      .add_option(
+          names,
+          [take = std::move(take), name](const CLI::results_t& words) {
+            for (const std::string& word : words)
+              if (Status status = take(word); !status.ok()) throw CLI::ValidationError(name, status.message());
+            return true;
+          },
+          wrapped(help))
+      ->type_name(value_name)
+      ->type_size(1)
+      ->expected(1);
+}
+
+Take whole(int64_t low, int64_t high, std::function<void(int64_t)> store) {
+  return [=](const std::string& word) {
+    const auto value = read_whole(word, low, high);
+    if (value.ok()) store(*value);
+    return value.status();
+  };
+}
+
+Take text(std::optional<std::string>& target) {
+  return [&target](const std::string& word) {
+    target = word;
+    return Status();
+  };
+}
+
+CLI::Option* add_model(CLI::App& command, std::string& path) {
+  return add(command, "-m,--model", "FILE", "the model, a GGUF file", [&path](const std::string& word) {
+    path = word;
+    return Status();
+  });
+}
+
+CLI::Option* add_block_size(CLI::App& command, Tokens& block_size) {
+  return add(
+      command, "--block-size", "N",
+      "tokens in a block, 1 to 256, default 16. Larger: less bookkeeping, more room lost in a sequence's last "
+      "block, and prefixes are shared in coarser steps",
+      whole(1, kMaxBlockSize, [&block_size](int64_t n) { block_size = Tokens(n); }));
+}
+
+CLI::Option* add_kv_memory(CLI::App& command, Bytes& kv_memory) {
+  return add(
+      command, "--kv-memory", "SIZE",
+      "most bytes of K and V, as plain bytes or with KiB, MiB or GiB. Default: half of min(RAM, cgroup limit) "
+      "without the weights, read once at the start. Larger: longer sequences fit",
+      [&kv_memory](const std::string& word) {
+        const auto bytes = read_bytes(word);
+        if (bytes.ok()) kv_memory = *bytes;
+        return bytes.status();
+      });
+}
+
+CLI::Option* add_threads(CLI::App& command, int& threads) {
+  return add(
+      command, "-t,--threads", "N",
+      "threads, 1 to 512. Default: the CPUs this process may use (affinity, cgroup quota). More than there are "
+      "cores makes it slower",
+      whole(1, kMaxThreads, [&threads](int64_t n) { threads = static_cast<int>(n); }));
+}
+
+void add_json(CLI::App& command, bool& json, const std::string& help) {
+  command.add_flag("--json", json, wrapped(help));
+}
+
+Take format_word(std::optional<Format>& target) {
+  return [&target](const std::string& word) {
+    const auto format = parse_format(word);
+    if (!format.ok()) return format.status();
+    notice_foreign_spelling(word);
+    target = *format;
+    return Status();
+  };
+}
+
+// Where and how K and V are kept; `run` now, `serve` later.
+void add_engine_options(CLI::App& command, EngineWords& words) {
+  engine::EngineOptions& options = words.options;
+  add_model(command, options.model_path)->required();
+  add(command, "-c,--context", "N",
+      "tokens of the longest sequence, prompt and answer together. Default: the context the model was trained for, "
+      "or what memory holds. Larger: longer conversations, more memory when they get long",
+      whole(1, kMaxPosition, [&options](int64_t n) { options.context = Tokens(n); }));
+  add_threads(command, options.threads);
+  auto* quant = add(command, "--kv-quant,--paged-kv-quant,--paged-kv-quantization,--kv-cache-dtype", "MODE",
+                    "how K and V are stored: off (f16), f32, bf16, q8, q6, q4, or K:V such as q8:q4. Default: "
+                    "PAGEDKV_QUANT, else off. Fewer bits: less memory, less exact",
+                    [&words](const std::string& word) {
+                      const auto config = parse_kv_quant(word);
+                      if (!config.ok()) return config.status();
+                      notice_foreign_spelling(word);
+                      words.kv_quant = *config;
+                      return Status();
+                    });
+  add(command, "--cache-type-k", "MODE", "the format of K alone; not together with --kv-quant",
+      format_word(words.cache_type_k))
+      ->excludes(quant);
+  add(command, "--cache-type-v", "MODE", "the format of V alone; not together with --kv-quant",
+      format_word(words.cache_type_v))
+      ->excludes(quant);
+  add_block_size(command, options.block_size);
+  add(command, "--num-blocks", "N",
+      "blocks that exist from the start, default 1024. Larger: memory is taken earlier, not more of it, unless "
+      "--no-dynamic makes this the limit",
+      whole(1, kMaxBlocks, [&options](int64_t n) { options.num_blocks = Blocks(n); }));
+  add_kv_memory(command, options.kv_memory);
+  auto* on = command.add_flag_callback(
+      "--dynamic", [&words] { words.dynamic = true; },
+      wrapped("grow past --num-blocks on demand, up to --kv-memory. Default: PAGEDKV_DYNAMIC, else on"));
+  command
+      .add_flag_callback(
+          "--no-dynamic", [&words] { words.dynamic = false; },
+          wrapped("--num-blocks is all there is: a full cache is an error"))
+      ->excludes(on);
+  add(command, "--arena", "ORDER",
+      "block_major (a block is one run of memory, default) or layer_major (each layer is one tensor)",
+      [&options](const std::string& word) {
+        for (const ArenaOrder order : {ArenaOrder::kBlockMajor, ArenaOrder::kLayerMajor}) {
+          if (word != arena_order_name(order)) continue;
+          options.arena = order;
+          return Status();
+        }
+        return invalid_argument(fmt::format("\"{}\" is neither block_major nor layer_major", word));
+      });
+}
+
+void add_sampling_options(CLI::App& command, engine::SamplingOptions& sampling) {
+  // Ranges live in check_sampling alone; the other fields are in range already, so a refusal is about this word.
+  const auto real = [&sampling](float engine::SamplingOptions::*field) -> Take {
+    return [&sampling, field](const std::string& word) {
+      const auto value = read_number(word);
+      if (!value.ok()) return value.status();
+      sampling.*field = static_cast<float>(*value);
+      const Status status = engine::check_sampling(sampling);
+      return status.ok() ? status : invalid_argument(fmt::format("\"{}\": {}", word, status.message()));
+    };
+  };
+  add(command, "--temp", "X",
+      "temperature, 0 to 100, default 0.8. Larger: more varied; 0: always the likeliest token",
+      real(&engine::SamplingOptions::temperature));
+  add(command, "--top-k", "N", "only the N likeliest tokens can be drawn, default 40. Larger: more varied; 0: all",
+      whole(0, INT32_MAX, [&sampling](int64_t n) { sampling.top_k = static_cast<int>(n); }));
+  add(command, "--top-p", "X",
+      "only the likeliest tokens that together have this probability, 0 to 1, default 0.95. Larger: more varied; "
+      "1: all",
+      real(&engine::SamplingOptions::top_p));
+  add(command, "--min-p", "X",
+      "only tokens at least this likely relative to the likeliest, 0 to 1, default 0.05. Larger: less varied; 0: "
+      "off",
+      real(&engine::SamplingOptions::min_p));
+  add(command, "--repeat-penalty", "X",
+      "0.1 to 10, default 1 (off). Larger: the last 64 tokens, the prompt's included, become less likely",
+      real(&engine::SamplingOptions::repeat_penalty));
+  add(command, "--seed", "N", "0 to 4294967295, default 0. The same seed gives the same answer",
+      whole(0, UINT32_MAX, [&sampling](int64_t n) { sampling.seed = static_cast<uint32_t>(n); }));
+}
+
+void set_help_style(CLI::App& command) { command.get_formatter()->column_width(kHelpColumn); }
+
+}  // namespace
+
+void add_run_options(CLI::App& command, RunOptions& options) {
+  set_help_style(command);
+  add_engine_options(command, options.engine);
+  auto* prompt = add(command, "-p,--prompt", "TEXT", "the question", text(options.prompt));
+  auto* file = add(command, "-f,--file", "FILE",
+                   "read the question from a file, - for stdin; one newline at its end is dropped",
+                   text(options.prompt_file));
+  prompt->excludes(file);
+  auto* system = add(command, "--system", "TEXT", "the system message of the chat template. Default: none",
+                     text(options.system));
+  command
+      .add_flag("--raw", options.raw,
+                wrapped("give the prompt to the model as it is: no chat template, and control tokens in it count"))
+      ->excludes(system);
+  add(command, "-n,--max-tokens", "N",
+      "most tokens of the answer. Default: until the model ends it or the context is full",
+      whole(1, kMaxPosition, [&options](int64_t n) { options.max_tokens = Tokens(n); }));
+  add(command, "--stop", "TEXT", "end the answer before this text; may be given several times",
+      [&options](const std::string& word) {
+        if (word.empty()) return invalid_argument("\"\" is empty");
+        if (const int64_t at = engine::find_invalid_utf8(word); at >= 0)
+          return invalid_argument(fmt::format("the text is not valid UTF-8 at byte {}", at));
+        options.stop.push_back(word);
+        return Status();
+      })
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  add_sampling_options(command, options.sampling);
+  command.add_flag("--stats", options.stats, wrapped("all counters of the cache on stderr, after the answer"));
+  add_json(command, options.json, "one JSON object on stdout instead of the answer as it comes");
+  command.final_callback([prompt, file] {
+    if (prompt->count() + file->count() == 0) throw CLI::RequiredError("--prompt TEXT or --file FILE");
+  });
+}
+
+void add_inspect_options(CLI::App& command, InspectOptions& options) {
+  set_help_style(command);
+  add_model(command, options.model_path)->required();
+  add(command, "-c,--context", "N",
+      "tokens of the sequence whose size is shown. Default: the context the model was trained for",
+      whole(1, kMaxPosition, [&options](int64_t n) { options.context = Tokens(n); }));
+  add_block_size(command, options.block_size);
+  add_kv_memory(command, options.kv_memory);
+  add_json(command, options.json, "one JSON object on stdout instead of the table");
+}
+
+void add_bench_options(CLI::App& command, BenchCommand& bench) {
+  bench::BenchOptions& options = bench.options;
+  set_help_style(command);
+  const bool on_model = bench.kind == BenchCommand::Kind::kModel;
+  if (on_model) add_model(command, options.model)->required();
+  add(command, "--case", "NAME", "only this case; may be given several times. Default: all",
+      [&options](const std::string& word) {
+        options.cases.push_back(word);
+        return Status();
+      })
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  add(command, "--kv-quant,--format", "MODE", "only this format; may be given several times. Default: f16 q8 q6 q4",
+      [&options](const std::string& word) {
+        const auto format = parse_format(word);
+        if (!format.ok()) return format.status();
+        notice_foreign_spelling(word);
+        options.formats.push_back(*format);
+        return Status();
+      })
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  add(command, "--peer", "NAME", "also measure ggml or llama, in turn, in the same process",
+      [&options](const std::string& word) {
+        if (word != "ggml" && word != "llama")
+          return invalid_argument(fmt::format("\"{}\" is neither ggml nor llama", word));
+        options.peer = word;
+        return Status();
+      });
+  if (on_model) {
+    add(command, "--depth", "N",
+        "tokens already stored when timing starts; may be given several times. Default: 16. Larger: attention "
+        "counts "
+        "for more",
+        whole(0, kMaxPosition, [&options](int64_t n) { options.depths.push_back(n); }))
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  }
+  add_threads(command, options.threads);
+  add_json(command, options.json, "one JSON array of records on stdout; the table goes to stderr");
+}
+
+Result<engine::EngineOptions> engine_options(const EngineWords& words) {
+  engine::EngineOptions options = words.options;
+  const auto environment = paged_kv_options_from_env();
+  if (!environment.ok()) return environment.status();
+  options.kv_formats = words.kv_quant.value_or(environment->kv_quant_config);
+  options.kv_formats.k = words.cache_type_k.value_or(options.kv_formats.k);
+  options.kv_formats.v = words.cache_type_v.value_or(options.kv_formats.v);
+  options.dynamic = words.dynamic.value_or(environment->dynamic);
+  return options;
+}
+
+}  // namespace pagedkv::cli

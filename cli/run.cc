@@ -1,0 +1,223 @@
+// One prompt, one answer: as it comes, or as one JSON object.
+#include <fmt/format.h>
+#include <signal.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli/commands.h"
+#include "cli/console.h"
+
+namespace pagedkv::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using engine::FinishReason;
+
+constexpr int kExitCancelled = 130;  // 128 + SIGINT, as shells have it
+constexpr size_t kMaxPromptBytes = size_t{64} << 20;
+
+// --- Ctrl-C ------------------------------------------------------------------------------------------------------
+volatile std::sig_atomic_t interrupted = 0;
+
+// While it lives the first Ctrl-C asks the answer to end; a second one kills the process as usual.
+class CtrlC {
+ public:
+  CtrlC() {
+    struct sigaction action {};
+    action.sa_handler = [](int) { interrupted = 1; };
+    action.sa_flags = static_cast<int>(SA_RESETHAND);
+    sigaction(SIGINT, &action, &before_);
+  }
+  ~CtrlC() { sigaction(SIGINT, &before_, nullptr); }
+  CtrlC(const CtrlC&) = delete;
+  CtrlC& operator=(const CtrlC&) = delete;
+
+ private:
+  struct sigaction before_ {};
+};
+
+// --- the prompt --------------------------------------------------------------------------------------------------
+Result<std::string> read_file(const std::string& path) {
+  const bool from_stdin = path == "-";
+  const std::string name = from_stdin ? "stdin" : path;
+  struct stat about {};
+  if (!from_stdin) {
+    if (stat(path.c_str(), &about) != 0)
+      return Status(Code::kNotFound, fmt::format("[prompt] {}: {}", name, std::strerror(errno)));
+    if (S_ISDIR(about.st_mode)) return invalid_argument(fmt::format("[prompt] {} is a directory", name));
+  }
+  struct Close {
+    void operator()(std::FILE* file) const {
+      if (file != stdin) std::fclose(file);
+    }
+  };
+  const std::unique_ptr<std::FILE, Close> file(from_stdin ? stdin : std::fopen(path.c_str(), "rb"));
+  if (!file) return Status(Code::kUnavailable, fmt::format("[prompt] {}: {}", name, std::strerror(errno)));
+  std::string content;
+  char chunk[1 << 16];
+  while (const size_t n = std::fread(chunk, 1, sizeof chunk, file.get())) {
+    content.append(chunk, n);
+    if (content.size() > kMaxPromptBytes)
+      return invalid_argument(fmt::format("[prompt] {} has more than {} bytes", name, kMaxPromptBytes));
+  }
+  if (std::ferror(file.get()))
+    return Status(Code::kUnavailable, fmt::format("[prompt] {}: {}", name, std::strerror(errno)));
+  if (content.ends_with('\n')) content.pop_back();
+  if (content.empty()) return invalid_argument(fmt::format("[prompt] {} is empty", name));
+  return content;
+}
+
+Status check_utf8(const std::string& what, const std::string& text) {
+  const int64_t at = engine::find_invalid_utf8(text);
+  if (at < 0) return Status();
+  return invalid_argument(fmt::format("[prompt] {} is not valid UTF-8: byte {} of {} is 0x{:02x}", what, at,
+                                      text.size(), static_cast<unsigned char>(text[static_cast<size_t>(at)])));
+}
+
+Result<std::string> read_prompt(const RunOptions& options) {
+  if (options.system)
+    if (Status status = check_utf8("--system", *options.system); !status.ok()) return status;
+  if (options.prompt) {
+    if (options.prompt->empty()) return invalid_argument("[prompt] --prompt is empty");
+    if (Status status = check_utf8("--prompt", *options.prompt); !status.ok()) return status;
+    return *options.prompt;
+  }
+  auto content = read_file(*options.prompt_file);
+  if (!content.ok()) return content;
+  if (Status status = check_utf8(*options.prompt_file, *content); !status.ok()) return status;
+  return content;
+}
+
+Result<std::vector<int32_t>> prompt_tokens(const RunOptions& options, const engine::Text& text,
+                                           const std::string& prompt) {
+  if (options.raw) return text.tokenize(prompt, true, true);
+  if (!text.has_chat_template()) {
+    if (options.system) return invalid_argument("[prompt] --system: the model has no chat template to put it in");
+    return text.tokenize(prompt, true, false);
+  }
+  // The template's own system message (text.default_system()) is not added. On SmolLM2-135M, Q4_1, it makes the
+  // likeliest answer to "What is the capital of France?" "L'Etoile, la Marseillaise, ..." in libllama too.
+  std::vector<engine::ChatMessage> messages;
+  if (options.system) messages.push_back({"system", *options.system});
+  messages.push_back({"user", prompt});
+  auto tokens = text.tokenize_chat(messages);
+  if (!tokens.ok() && tokens.status().code() == Code::kUnsupported)
+    return Status(Code::kUnsupported, tokens.status().message() + "; --raw gives it the prompt as it is");
+  return tokens;
+}
+
+// --- what is told afterwards -------------------------------------------------------------------------------------
+Json stats_json(const Stats& stats) { return Json::parse(to_json(stats)); }
+
+void print_result_json(const engine::GenerateResult& result, const Stats& stats) {
+  const Json out{{"text", result.text},
+                 {"finish_reason", engine::finish_reason_name(result.finish_reason)},
+                 {"tokens_in", result.tokens_in},
+                 {"tokens_reused", result.tokens_reused},
+                 {"tokens_out", result.tokens_out},
+                 {"prefill_tok_s", result.prefill_tok_s()},
+                 {"decode_tok_s", result.decode_tok_s()},
+                 {"stats", stats_json(stats)}};
+  fmt::print("{}\n", out.dump(1, ' ', false, Json::error_handler_t::replace));
+}
+
+void print_finish(const engine::GenerateResult& result, const RunOptions& options, const engine::Engine& engine) {
+  if (result.finish_reason == FinishReason::kCancelled) {
+    fmt::print(stderr, "pagedkv: [cancelled] the answer is not whole\n");
+  } else if (result.finish_reason == FinishReason::kLength) {
+    const bool by_option = options.max_tokens && result.tokens_out >= options.max_tokens->n;
+    fmt::print(stderr, "pagedkv: [length] {}\n",
+               by_option ? fmt::format("the answer was ended after {} tokens (--max-tokens)", result.tokens_out)
+                         : fmt::format("the context of {} tokens is full: {} of the prompt, {} of the answer",
+                                       engine.context().n, result.tokens_in, result.tokens_out));
+  }
+}
+
+void print_figures(const engine::GenerateResult& result, engine::Engine& engine, const Stats& stats) {
+  const CacheOptions& cache = engine.cache_options();
+  int64_t per_token = 0;
+  for (const GroupSpec& group : cache.groups)
+    per_token += bytes_per_token(group.shape).n * static_cast<int64_t>(group.layers.size());
+  const std::vector<std::vector<std::string>> rows = {
+      {"prefill", fmt::format("{:.1f} tok/s", result.prefill_tok_s()),
+       fmt::format("{} tokens, {} of them reused, {:.2f} s", result.tokens_in, result.tokens_reused,
+                   result.prefill_seconds)},
+      {"decode", fmt::format("{:.1f} tok/s", result.decode_tok_s()),
+       fmt::format("{} tokens, {:.2f} s, {} threads", result.tokens_out, result.decode_seconds, engine.threads())},
+      {"blocks used", with_commas(result.blocks_held.n),
+       fmt::format("of {} tokens; the pool has {}", cache.block_size.n, with_commas(stats.blocks_total))},
+      {"bytes per token", with_commas(per_token), kv_quant_name(cache.groups.front().shape.formats)},
+      {"KV bytes held", human_bytes(result.bytes_held.n),
+       fmt::format("{} writable, {} in RAM", human_bytes(stats.bytes_committed),
+                   human_bytes(stats.bytes_resident))},
+  };
+  fmt::print(stderr, "\n{}", table(rows, {Align::kLeft, Align::kRight, Align::kLeft}, "  "));
+}
+
+void print_stats(const Stats& stats) {
+  std::vector<std::vector<std::string>> rows;
+  const Json flat = stats_json(stats).flatten();
+  for (const auto& [key, value] : flat.items()) {
+    if (value.is_null()) continue;  // an empty map
+    rows.push_back({key.substr(1), value.is_string() ? value.get<std::string>() : value.dump()});
+  }
+  fmt::print(stderr, "\n{}", table(rows, {Align::kLeft, Align::kRight}, "  "));
+}
+
+}  // namespace
+
+int run(const RunOptions& options) {
+  auto engine_options = cli::engine_options(options.engine);
+  if (!engine_options.ok()) return fail(engine_options.status());
+  const auto prompt = read_prompt(options);
+  if (!prompt.ok()) return fail(prompt.status());
+
+  ProgressBar progress("loading");
+  engine_options->progress = [&progress](double fraction) { progress.show(fraction); };
+  auto engine = engine::Engine::load(*engine_options);
+  progress.clear();
+  if (!engine.ok()) return fail(engine.status());
+
+  engine::GenerateRequest request{.prompt = {}, .sampling = options.sampling, .stop = options.stop};
+  if (options.max_tokens) request.max_tokens = *options.max_tokens;
+  auto tokens = prompt_tokens(options, (*engine)->text(), *prompt);
+  if (!tokens.ok()) return fail(tokens.status());
+  request.prompt = std::move(*tokens);
+
+  bool shown = false, written = true;
+  const CtrlC ctrl_c;
+  const auto show = [&](std::string_view text) {
+    if (!options.json && !text.empty()) {
+      shown = true;
+      written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
+    }
+    return written && interrupted == 0;
+  };
+  const auto result = (*engine)->generate(request, show);
+  const Stats stats = (*engine)->cache().stats();
+  if (!result.ok()) {
+    if (shown) std::fputc('\n', stderr);  // away from the part of the answer that is out already
+    return fail(result.status());
+  }
+  if (options.json) {
+    print_result_json(*result, stats);
+  } else if (!result->text.ends_with('\n')) {
+    std::putchar('\n');
+  }
+  if (std::fflush(stdout) != 0 || !written)
+    return fail(
+        Status(Code::kUnavailable, fmt::format("[run] stdout cannot be written: {}", std::strerror(errno))));
+
+  print_finish(*result, options, **engine);
+  if (!options.json) print_figures(*result, **engine, stats);
+  if (options.stats) print_stats(stats);
+  return result->finish_reason == FinishReason::kCancelled ? kExitCancelled : 0;
+}
+
+}  // namespace pagedkv::cli

@@ -1,0 +1,215 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "engine/engine_impl.h"
+#include "pagedkv/log.h"
+
+namespace pagedkv::engine {
+namespace {
+
+constexpr int kMaxThreads = 512;             // ggml's own limit
+constexpr int64_t kMaxStepTokens = 1 << 16;  // activations of one step stay within reason
+
+std::string mib(int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
+
+Status check_options(const EngineOptions& options, const ModelInfo& info) {
+  if (options.threads < 0 || options.threads > kMaxThreads) {
+    return invalid_argument("threads is " + std::to_string(options.threads) + ", expected 1 to " +
+                            std::to_string(kMaxThreads) + ", or 0 for what the machine offers");
+  }
+  if (options.chunk.n < 1 || options.chunk.n > kMaxStepTokens) {
+    return invalid_argument("chunk is " + std::to_string(options.chunk.n) + " tokens, expected 1 to " +
+                            std::to_string(kMaxStepTokens));
+  }
+  if (options.context.n < 0 || options.kv_memory.n < 0) {
+    return invalid_argument("context and kv_memory must not be negative");
+  }
+  if (options.context.n > info.context_length && !options.allow_past_trained_context) {
+    return invalid_argument("context is " + std::to_string(options.context.n) +
+                            " tokens, the model was trained for " + std::to_string(info.context_length));
+  }
+  return Status();
+}
+
+CacheOptions cache_options_for(const EngineOptions& options, const ModelInfo& info, Tokens context) {
+  CacheOptions out;
+  out.groups = info.groups;
+  for (GroupSpec& group : out.groups) group.shape.formats = options.kv_formats;
+  out.block_size = options.block_size;
+  out.num_blocks = options.num_blocks;
+  out.dynamic = options.dynamic;
+  // 1 rather than 0, which would mean the cache's own default.
+  const Bytes left = std::max(machine_memory(info).default_kv_memory, Bytes(1));
+  out.kv_memory = options.kv_memory.n > 0 ? options.kv_memory : left;
+  out.max_context = context;
+  out.longest_chunk = options.chunk;
+  out.arena = options.arena;
+  out.fingerprint = info.fingerprint;
+  return out;
+}
+
+// Creates the cache. A default num_blocks that does not fit is lowered, as long as the pool may grow again: it is
+// only where the pool starts. One that was asked for is not.
+Result<std::unique_ptr<Cache>> create_cache(CacheOptions options, const EngineOptions& asked) {
+  for (;;) {
+    auto cache = Cache::create(options);
+    const bool may_lower = asked.dynamic && asked.num_blocks == kDefaultNumBlocks && options.num_blocks.n > 1;
+    if (cache.ok() || cache.status().code() != Code::kCapacity || !may_lower) {
+      if (cache.ok() && options.num_blocks < asked.num_blocks) {
+        notice("the cache starts with " + std::to_string(options.num_blocks.n) + " blocks instead of " +
+               std::to_string(asked.num_blocks.n) + ": kv_memory is " + mib(options.kv_memory.n));
+      }
+      return cache;
+    }
+    options.num_blocks.n /= 2;
+  }
+}
+
+Status check_memory(const ModelInfo& info, const Cache& cache) {
+  const int64_t limit = machine_memory(info).limit.n;
+  const CacheOptions& options = cache.options();
+  const int64_t blocks = cache.image_bytes(0).n * options.num_blocks.n;
+  if (blocks <= limit - info.weight_bytes) return Status();
+  return Status(Code::kCapacity, "weights of " + mib(info.weight_bytes) + " and " +
+                                     std::to_string(options.num_blocks.n) + " blocks of " + mib(blocks) +
+                                     " do not fit: this process may use " + mib(limit));
+}
+
+}  // namespace
+
+Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Engine::~Engine() = default;
+
+Result<std::unique_ptr<Engine>> Engine::load(const EngineOptions& options) {
+  auto impl = std::make_unique<Impl>();
+  auto model = Model::load(options.model_path);
+  if (!model.ok()) return model.status();
+  impl->model = std::move(*model);
+  const ModelInfo& info = impl->model->info();
+  if (Status s = check_options(options, info); !s.ok()) return s;
+  if (const int64_t limit = machine_memory(info).limit.n; info.weight_bytes > limit) {
+    return Status(Code::kCapacity,
+                  "weights of " + mib(info.weight_bytes) + " do not fit: this process may use " + mib(limit));
+  }
+
+  // The context is what was asked for, or all that the model was trained for if memory holds it.
+  const bool asked = options.context.n > 0;
+  impl->context = asked ? options.context : Tokens(info.context_length);
+  impl->chunk = options.chunk;
+  auto cache = create_cache(cache_options_for(options, info, impl->context), options);
+  if (!cache.ok()) return cache.status();
+  const Tokens room = (*cache)->capacity();
+  if (room < impl->context) {
+    const std::string why = "kv_memory of " + mib((*cache)->options().kv_memory.n) + " and " +
+                            (options.dynamic ? "" : std::to_string(options.num_blocks.n) + " fixed blocks ") +
+                            "hold " + std::to_string(room.n) + " tokens";
+    if (asked) {
+      return Status(Code::kCapacity,
+                    "a context of " + std::to_string(impl->context.n) + " tokens does not fit: " + why);
+    }
+    if (room.n < 1) return Status(Code::kCapacity, "not even one token fits: " + why);
+    notice("context is " + std::to_string(room.n) + " tokens instead of the trained " +
+           std::to_string(impl->context.n) + ": " + why);
+    impl->context = room;
+    cache->reset();  // two would need the memory of two
+    cache = create_cache(cache_options_for(options, info, room), options);
+    if (!cache.ok()) return cache.status();
+  }
+  impl->cache = std::move(*cache);
+  if (Status s = check_memory(info, *impl->cache); !s.ok()) return s;
+
+  auto text = Text::load(options.model_path);
+  if (!text.ok()) return text.status();
+  impl->text = std::move(*text);
+  if (impl->text->vocab_size() != info.vocab_size) {
+    return Status(Code::kCorrupt, options.model_path + ": the vocabulary has " +
+                                      std::to_string(impl->text->vocab_size()) + " tokens, the embedding " +
+                                      std::to_string(info.vocab_size));
+  }
+  auto graphs =
+      Graphs::create(*impl->model, impl->attention, options.threads > 0 ? options.threads : default_threads());
+  if (!graphs.ok()) return graphs.status();
+  impl->graphs = std::move(*graphs);
+  // The two usual shapes: their memory is taken now, so that a lack of it shows here and not in the first prompt.
+  for (int64_t n : {options.chunk.n, int64_t{1}}) {
+    if (auto graph = impl->graphs->get(n, 1); !graph.ok()) return graph.status();
+  }
+  impl->model->read_in(options.progress);
+  return std::unique_ptr<Engine>(new Engine(std::move(impl)));
+}
+
+const ModelInfo& Engine::model() const { return impl_->model->info(); }
+const Text& Engine::text() const { return *impl_->text; }
+Cache& Engine::cache() { return *impl_->cache; }
+const CacheOptions& Engine::cache_options() const { return impl_->cache->options(); }
+Tokens Engine::context() const { return impl_->context; }
+int Engine::threads() const { return impl_->graphs->threads(); }
+
+Result<StepOutput> Engine::step(std::span<const StepInput> inputs) {
+  Impl& e = *impl_;
+  const int64_t vocab_size = model().vocab_size;
+
+  // Everything that can be refused is refused before anything changes: ggml would abort on a token id out of range.
+  StepOutput out;
+  std::vector<StepRequest> requests;
+  int64_t n_tokens = 0, n_rows = 0;
+  for (const StepInput& input : inputs) {
+    if (input.tokens.empty()) return invalid_argument("[step] an input without tokens");
+    for (int32_t token : input.tokens) {
+      if (token < 0 || token >= vocab_size) {
+        return invalid_argument("[step] token " + std::to_string(token) + ", the vocabulary has " +
+                                std::to_string(vocab_size));
+      }
+    }
+    requests.push_back({.sequence = input.sequence, .tokens = input.tokens, .n_tokens = Tokens(0)});
+    out.first_row.push_back(n_rows);
+    n_tokens += static_cast<int64_t>(input.tokens.size());
+    n_rows += input.all_logits ? static_cast<int64_t>(input.tokens.size()) : 1;
+  }
+  if (n_tokens == 0 || n_tokens > kMaxStepTokens) {
+    return invalid_argument("[step] " + std::to_string(n_tokens) + " tokens, expected 1 to " +
+                            std::to_string(kMaxStepTokens));
+  }
+  auto graph = e.graphs->get(n_tokens, n_rows);
+  if (!graph.ok()) return graph.status();
+  Graph& g = **graph;
+  auto plan = e.cache->reserve(requests);
+  if (!plan.ok()) return plan.status();
+  if (!e.scratch.reserve(static_cast<size_t>(e.cache->scratch_bytes(*plan, threads()).n))) {
+    e.cache->abandon(*plan);
+    return Status(Code::kUnavailable,
+                  "[step] no memory for the attention of " + std::to_string(n_tokens) + " tokens");
+  }
+
+  auto* tokens = static_cast<int32_t*>(g.tokens->data);
+  auto* rows = static_cast<int32_t*>(g.output_rows->data);
+  int32_t at = 0;
+  for (const StepInput& input : inputs) {
+    const auto n = static_cast<int32_t>(input.tokens.size());
+    std::memcpy(tokens + at, input.tokens.data(), input.tokens.size_bytes());
+    for (int32_t i = input.all_logits ? 0 : n - 1; i < n; ++i) *rows++ = at + i;
+    at += n;
+  }
+  std::memcpy(g.positions->data, plan->positions().data(), plan->positions().size_bytes());
+
+  e.attention.begin(*e.cache, *plan, e.scratch.span());
+  Status ran = e.graphs->compute(g);
+  Status attended = e.attention.finish();
+  for (Status* s : {&attended, &ran}) {
+    if (!s->ok()) {
+      e.cache->abandon(*plan);
+      return *s;
+    }
+  }
+  auto statuses = e.cache->commit(*plan);
+  if (!statuses.ok()) return statuses.status();
+  out.statuses = std::move(*statuses);
+  out.logits = {static_cast<const float*>(g.logits->data), static_cast<size_t>(n_rows * vocab_size)};
+  return out;
+}
+
+}  // namespace pagedkv::engine

@@ -1,0 +1,137 @@
+// Runs GGUF models on the paged cache: ggml does the matrix products, pagedkv the attention.
+//
+// One thread owns an Engine. Its own worker threads live in ggml's pool.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/text.h"
+#include "pagedkv/cache.h"
+#include "pagedkv/format.h"
+#include "pagedkv/layout.h"
+#include "pagedkv/stats.h"
+#include "pagedkv/status.h"
+#include "pagedkv/units.h"
+
+namespace pagedkv::engine {
+
+// What a model file says about itself, read from its header (the fingerprint also samples the weights).
+struct ModelInfo {
+  std::string path;
+  std::string architecture;  // "llama"
+  std::string name;
+  int64_t n_layers = 0;
+  int64_t n_embd = 0;
+  int64_t vocab_size = 0;
+  int64_t context_length = 0;  // trained context
+  int64_t weight_bytes = 0;
+  std::vector<GroupSpec> groups;  // formats left at their defaults
+  std::string fingerprint;        // identifies weights and rotary setting; part of every cache key
+};
+
+// Architectures that load() accepts, for messages and help.
+std::vector<std::string> supported_architectures();
+
+// Errors: kNotFound, kCorrupt (with the offset or key, value and limit), kUnsupported (lists what works).
+Result<ModelInfo> read_model_info(const std::string& path);
+
+// Memory this process may use: min(RAM, cgroup limit), and what the KV cache gets of it by default.
+struct MachineMemory {
+  Bytes limit;
+  Bytes default_kv_memory;  // half of limit minus the weights, or an eighth of what large weights leave
+};
+MachineMemory machine_memory(const ModelInfo& model);
+
+// Threads by CPU affinity and cgroup quota.
+int default_threads();
+
+inline constexpr Blocks kDefaultNumBlocks{1024};
+
+struct EngineOptions {
+  std::string model_path;
+  Tokens context{0};  // longest sequence; 0: the trained context, or less when memory is short (reported)
+  int threads = 0;    // 0: default_threads()
+  KvQuantConfig kv_formats = {};
+  Tokens block_size{16};
+  // Where the pool starts. The default is lowered (and that reported) where it does not fit and `dynamic` is on.
+  Blocks num_blocks = kDefaultNumBlocks;
+  Bytes kv_memory{0};  // 0: machine_memory().default_kv_memory
+  bool dynamic = true;
+  ArenaOrder arena = ArenaOrder::kBlockMajor;
+  Tokens chunk{512};                                   // most prompt tokens a step takes
+  bool allow_past_trained_context = false;             // benchmarks only
+  std::function<void(double fraction)> progress = {};  // while weights are read in; may be empty
+};
+
+// New tokens of one sequence in a step.
+struct StepInput {
+  SequenceId sequence;
+  std::span<const int32_t> tokens;
+  bool all_logits = false;  // logits of every token instead of the last one only
+};
+
+struct StepOutput {
+  std::span<const float> logits;   // [rows, vocab_size] in input order; valid until the next step
+  std::vector<int64_t> first_row;  // per input: index of its first row of logits
+  std::vector<Status> statuses;    // per input: not ok when its rows were rejected (kNotFinite)
+};
+
+enum class FinishReason : uint8_t { kStop, kLength, kCancelled };
+const char* finish_reason_name(FinishReason reason);  // "stop", "length", "cancelled"
+
+struct GenerateRequest {
+  std::vector<int32_t> prompt;
+  Tokens max_tokens{-1};  // < 0: until the context is full
+  SamplingOptions sampling;
+  std::vector<std::string> stop;
+};
+
+struct GenerateResult {
+  std::string text;
+  FinishReason finish_reason = FinishReason::kStop;
+  int64_t tokens_in = 0;
+  int64_t tokens_reused = 0;  // prompt tokens taken from the cache
+  int64_t tokens_out = 0;
+  double prefill_seconds = 0;  // from the first prompt token to the first logits
+  double decode_seconds = 0;   // of the tokens after the first
+  Blocks blocks_held;          // by the sequence when it ended, all groups together
+  Bytes bytes_held;            // of those blocks, padding included
+  double prefill_tok_s() const;
+  double decode_tok_s() const;
+};
+
+class Engine {
+ public:
+  // Errors: those of read_model_info, and kCapacity when weights and num_blocks do not fit.
+  static Result<std::unique_ptr<Engine>> load(const EngineOptions& options);
+  ~Engine();
+
+  const ModelInfo& model() const;
+  const Text& text() const;
+  Cache& cache();
+  const CacheOptions& cache_options() const;
+  Tokens context() const;  // longest sequence
+  int threads() const;
+
+  // One pass of the model over new tokens of several sequences: reserve -> plan -> layers -> commit.
+  // Errors: kCapacity, kStale, kInvalidArgument; nothing was changed.
+  Result<StepOutput> step(std::span<const StepInput> inputs);
+
+  // Answers one prompt. `on_text` gets the answer as it comes and returns false to cancel; it is also called, with
+  // empty text, between the chunks of a long prompt. The sequence is released at the end; its blocks stay cached.
+  // Errors: kInvalidArgument (prompt empty or not shorter than the context, sampling), kCapacity.
+  Result<GenerateResult> generate(const GenerateRequest& request,
+                                  const std::function<bool(std::string_view)>& on_text = {});
+
+ private:
+  struct Impl;
+  explicit Engine(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace pagedkv::engine

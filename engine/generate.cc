@@ -1,0 +1,151 @@
+// One prompt, one answer: prefill in chunks, then token by token until something ends it.
+#include <chrono>
+#include <string>
+#include <utility>
+
+#include "engine/engine.h"
+#include "engine/engine_impl.h"
+
+namespace pagedkv::engine {
+namespace {
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+double per_second(int64_t n, double seconds) { return seconds > 0 ? static_cast<double>(n) / seconds : 0; }
+
+// Ends a sequence however its scope is left. Its full blocks stay cached for the next prompt.
+class SequenceGuard {
+ public:
+  SequenceGuard(Cache& cache, SequenceId id) : cache_(cache), id_(id) {}
+  ~SequenceGuard() { static_cast<void>(cache_.release(id_)); }
+  SequenceGuard(const SequenceGuard&) = delete;
+  SequenceGuard& operator=(const SequenceGuard&) = delete;
+
+ private:
+  Cache& cache_;
+  SequenceId id_;
+};
+
+}  // namespace
+
+const char* finish_reason_name(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::kStop:
+      return "stop";
+    case FinishReason::kLength:
+      return "length";
+    case FinishReason::kCancelled:
+      return "cancelled";
+  }
+  return "unknown";
+}
+
+double GenerateResult::prefill_tok_s() const { return per_second(tokens_in - tokens_reused, prefill_seconds); }
+// The first token comes out of the prefill.
+double GenerateResult::decode_tok_s() const { return per_second(tokens_out - 1, decode_seconds); }
+
+Result<GenerateResult> Engine::generate(const GenerateRequest& request,
+                                        const std::function<bool(std::string_view)>& on_text) {
+  Impl& e = *impl_;
+  const auto n_prompt = static_cast<int64_t>(request.prompt.size());
+  if (n_prompt == 0) return invalid_argument("[generate] the prompt is empty");
+  if (n_prompt >= e.context.n) {
+    return invalid_argument("[generate] the prompt has " + std::to_string(n_prompt) + " tokens, the context is " +
+                            std::to_string(e.context.n) + " and must hold an answer too");
+  }
+  for (int32_t token : request.prompt) {
+    if (token < 0 || token >= model().vocab_size) {
+      return invalid_argument("[generate] token " + std::to_string(token) + " in the prompt, the vocabulary has " +
+                              std::to_string(model().vocab_size));
+    }
+  }
+  if (Status s = check_sampling(request.sampling); !s.ok()) return s;
+  auto sampler = e.text->make_sampler(request.sampling);
+  if (!sampler.ok()) return sampler.status();
+  for (int32_t token : request.prompt) (*sampler)->accept(token);
+
+  GenerateResult result;
+  result.tokens_in = n_prompt;
+  if (request.max_tokens.n == 0) {
+    result.finish_reason = FinishReason::kLength;
+    return result;
+  }
+  auto started = e.cache->start(request.prompt);
+  if (!started.ok()) return started.status();
+  const SequenceGuard guard(*e.cache, started->id);
+  result.tokens_reused = started->reused.n;
+
+  // Gives text to the caller; false once the caller has had enough.
+  bool wanted = true;
+  auto show = [&](const std::string& text) {
+    result.text += text;
+    if (wanted && on_text) wanted = on_text(text);
+    return wanted;
+  };
+  // One step of this sequence alone.
+  auto forward = [&](std::span<const int32_t> tokens) -> Result<std::span<const float>> {
+    const StepInput input{.sequence = started->id, .tokens = tokens};
+    auto out = step({&input, 1});
+    if (!out.ok()) return out.status();
+    if (!out->statuses[0].ok()) return out->statuses[0];
+    return out->logits;
+  };
+
+  auto clock = std::chrono::steady_clock::now();
+  std::span<const float> logits;
+  for (int64_t at = started->reused.n; at < n_prompt;) {
+    const int64_t n = std::min(e.chunk.n, n_prompt - at);
+    auto out = forward(std::span(request.prompt).subspan(static_cast<size_t>(at), static_cast<size_t>(n)));
+    if (!out.ok()) return out.status();
+    logits = *out;
+    at += n;
+    if (at < n_prompt && !show("")) {
+      result.finish_reason = FinishReason::kCancelled;
+      result.prefill_seconds = seconds_since(clock);
+      return result;
+    }
+  }
+  result.prefill_seconds = seconds_since(clock);
+
+  clock = std::chrono::steady_clock::now();
+  TextStream stream(request.stop);
+  for (;;) {
+    const int32_t token = (*sampler)->sample(logits);
+    if (e.text->is_end(token)) {
+      result.finish_reason = FinishReason::kStop;
+      break;
+    }
+    ++result.tokens_out;
+    const std::string shown = stream.push(e.text->piece(token));
+    if (!shown.empty() && !show(shown)) {
+      result.finish_reason = FinishReason::kCancelled;
+      break;
+    }
+    if (stream.stopped()) {
+      result.finish_reason = FinishReason::kStop;
+      break;
+    }
+    // The token just sampled would take the position n_prompt + tokens_out - 1.
+    const bool full = n_prompt + result.tokens_out > e.context.n;
+    if (full || result.tokens_out == request.max_tokens.n) {
+      result.finish_reason = FinishReason::kLength;
+      break;
+    }
+    auto out = forward({&token, 1});
+    if (!out.ok()) return out.status();
+    logits = *out;
+  }
+  result.decode_seconds = seconds_since(clock);
+  if (const std::string rest = stream.finish(); !rest.empty()) show(rest);
+  for (int g = 0; g < std::ssize(e.cache->options().groups); ++g) {
+    if (auto held = e.cache->blocks_held(started->id, g); held.ok()) {
+      result.blocks_held += *held;
+      result.bytes_held += e.cache->image_bytes(g) * held->n;
+    }
+  }
+  return result;
+}
+
+}  // namespace pagedkv::engine

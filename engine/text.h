@@ -1,0 +1,96 @@
+// Vocabulary, chat templates and samplers. The one face behind which libllama does text.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "pagedkv/status.h"
+
+namespace pagedkv::engine {
+
+struct ChatMessage {
+  std::string role;  // system, user, assistant
+  std::string content;
+};
+
+// Applied in this order: repeat penalty, top-k, top-p, min-p, temperature, then one draw.
+struct SamplingOptions {
+  float temperature = 0.8f;  // 0 .. 100; larger: more varied. Below 1e-6: greedy, the penalty still applies
+  int top_k = 40;            // 0 .. 2^31-1 most likely tokens stay; 0: all
+  float top_p = 0.95f;       // 0 .. 1, the share of probability that stays; 1: all
+  float min_p = 0.05f;       // 0 .. 1, least probability relative to the best token; 0: off
+  float repeat_penalty = 1;  // 0.1 .. 10; above 1: recent tokens become less likely; 1: off
+  int repeat_last_n = 64;    // 0 .. 65536 tokens the penalty looks back, prompt included; 0: off
+  uint32_t seed = 0;         // the same seed draws the same tokens
+};
+
+// kInvalidArgument naming the option, its value and its range (NaN is never in range).
+Status check_sampling(const SamplingOptions& options);
+
+// The sampling state of one stream. One thread.
+class Sampler {
+ public:
+  virtual ~Sampler() = default;
+  // logits  [vocabulary size]. Chooses a token and takes it into account for the next call.
+  virtual int32_t sample(std::span<const float> logits) = 0;
+  // Takes a token of the prompt into account, for the repeat penalty.
+  virtual void accept(int32_t token) = 0;
+};
+
+// Const members: any thread.
+class Text {
+ public:
+  // Reads the vocabulary of a GGUF file whose header has been validated (gguf_file.h).
+  static Result<std::unique_ptr<Text>> load(const std::string& path);
+  virtual ~Text() = default;
+
+  virtual int64_t vocab_size() const = 0;
+  // Errors: kInvalidArgument when `text` is not valid UTF-8, with the byte offset.
+  virtual Result<std::vector<int32_t>> tokenize(std::string_view text, bool add_special,
+                                                bool parse_special) const = 0;
+  // The bytes of one token: possibly a part of a UTF-8 character. Control tokens give "".
+  virtual std::string piece(int32_t token) const = 0;
+  virtual bool is_end(int32_t token) const = 0;  // ends the answer
+  virtual int32_t bos() const = 0;               // -1: the vocabulary has none or does not want it
+  virtual bool has_chat_template() const = 0;
+  // The system message that the model's own template writes for a conversation without one; libllama's rendering
+  // leaves it out. Nothing adds it unasked: a caller that wants it puts it in front. Empty optional: there is none.
+  virtual std::optional<std::string> default_system() const = 0;
+  // The prompt text for a conversation, ready for the assistant's turn; to be read, not to be tokenized (see
+  // tokenize_chat). Errors: kUnsupported for a template that libllama does not know, kInvalidArgument for a role
+  // other than system, user, assistant.
+  virtual Result<std::string> apply_chat_template(std::span<const ChatMessage> messages) const = 0;
+  // The tokens of that prompt. Control tokens come from the template alone: the same words inside a message are
+  // plain text. Errors: those of apply_chat_template and tokenize (with the message's index).
+  virtual Result<std::vector<int32_t>> tokenize_chat(std::span<const ChatMessage> messages) const = 0;
+  virtual Result<std::unique_ptr<Sampler>> make_sampler(const SamplingOptions& options) const = 0;
+};
+
+// Byte offset of the first byte that is not valid UTF-8, or -1.
+int64_t find_invalid_utf8(std::string_view text);
+
+// Turns a stream of token pieces into text that may be shown: holds back incomplete UTF-8 and anything that may
+// yet become a stop string. What was held back is not lost when the stream ends without the stop string. The text
+// does not depend on how the stream was cut into pieces. One thread.
+class TextStream {
+ public:
+  // The first stop string to be complete ends the text, and is not part of it. Empty ones are ignored.
+  explicit TextStream(std::vector<std::string> stop_strings = {});
+  // What can be shown after this piece: whole characters, bytes that are none as U+FFFD. Empty once stopped().
+  std::string push(std::string_view piece);
+  // The rest at the end of generation; an incomplete character becomes U+FFFD.
+  std::string finish();
+  bool stopped() const { return stopped_; }
+
+ private:
+  std::vector<std::string> stop_strings_;
+  std::string held_;
+  bool stopped_ = false;
+};
+
+}  // namespace pagedkv::engine

@@ -1,0 +1,586 @@
+// Cache: joins what decides (cache/), what moves (store/) and what computes (kernels/).
+
+#include "pagedkv/cache.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "api/step_plan.h"
+#include "base/env.h"
+#include "base/notice.h"
+#include "base/text.h"
+#include "cache/cache_core.h"
+#include "kernels/kernels.h"
+#include "store/arena.h"
+
+namespace pagedkv {
+namespace {
+
+// Lets the cache's orders reach one group's arena.
+class ArenaSource : public BlockSource {
+ public:
+  ArenaSource(Arena& arena, const MemoryBudget& budget) : arena_(arena), budget_(budget) {}
+  Status commit(int64_t extent) override { return arena_.commit(extent); }
+  void decommit(int64_t extent) override { arena_.decommit(extent); }
+  void copy(BlockId source, BlockId destination) override { arena_.copy(uint32_t(source), uint32_t(destination)); }
+  int64_t bytes_committed() const override { return arena_.bytes_committed(); }
+  int64_t blocks_left_by_budget() const override {
+    return std::max<int64_t>(0, budget_.limit - budget_.committed) / arena_.layout().image_bytes;
+  }
+
+ private:
+  Arena& arena_;
+  const MemoryBudget& budget_;
+};
+
+struct LayerPlace {
+  int group = -1;
+  int index = 0;  // within the group
+};
+
+struct GroupSizes {
+  int64_t floor_blocks = 0, max_blocks = 0;
+};
+
+Result<GroupSizes> size_group(const CacheOptions& options, const GroupSpec& spec, int64_t image_bytes,
+                              int64_t kv_memory) {
+  int64_t floor = options.num_blocks.n;
+  if (spec.sliding_window > 0) {
+    const int64_t tokens = spec.sliding_window + options.longest_chunk.n;
+    floor = (blocks_for(Tokens(tokens), options.block_size).n + 1) * options.max_sequences;
+  }
+  if (floor > kMaxBlocks)
+    return invalid_argument(str("[cache] ", floor, " blocks are asked, the limit is ", kMaxBlocks));
+  if (floor > kv_memory / image_bytes) {
+    return Status(Code::kCapacity, str("[cache] ", floor, " blocks of ", image_bytes, " bytes take ",
+                                       bytes_text(floor * image_bytes), ", kv_memory is ", bytes_text(kv_memory)));
+  }
+  if (!options.dynamic) return GroupSizes{floor, floor};
+  return GroupSizes{floor, std::clamp(kv_memory / image_bytes, floor, kMaxBlocks)};
+}
+
+std::string pool_limit(const CacheOptions& options, int64_t max_blocks) {
+  if (!options.dynamic) return str("num_blocks is ", options.num_blocks.n, " and dynamic growth is off");
+  return str("kv_memory ", bytes_text(options.kv_memory.n), " is room for ", max_blocks, " blocks");
+}
+
+Status check_options(const CacheOptions& options) {
+  if (options.groups.empty()) return invalid_argument("[cache] no groups of layers are given");
+  const auto at_least = [](const char* what, int64_t value, int64_t low) {
+    return value >= low ? Status()
+                        : invalid_argument(str("[cache] ", what, " is ", value, ", at least ", low, " is needed"));
+  };
+  for (const Status& status :
+       {at_least("num_blocks", options.num_blocks.n, 1), at_least("kv_memory", options.kv_memory.n, 0),
+        at_least("max_context", options.max_context.n, 0), at_least("longest_chunk", options.longest_chunk.n, 1),
+        at_least("max_sequences", options.max_sequences, 1)}) {
+    if (!status.ok()) return status;
+  }
+  if (options.num_blocks.n > kMaxBlocks)
+    return invalid_argument(str("[cache] num_blocks is ", options.num_blocks.n, ", the limit is ", kMaxBlocks));
+  if (options.longest_chunk.n > kMaxBlocks || options.max_sequences > kMaxBlocks / 64)
+    return invalid_argument(str("[cache] longest_chunk ", options.longest_chunk.n, " or max_sequences ",
+                                options.max_sequences, " is out of range"));
+  return Status();
+}
+
+Result<const kernels::Entry*> choose_entry(const std::string& asked) {
+  std::string name = asked;
+  if (name.empty())
+    if (const auto from_env = env_first({"PAGEDKV_ISA"})) name = from_env->value;
+  if (const kernels::Entry* entry = kernels::find_entry(name)) return entry;
+  std::string known;
+  for (const kernels::Entry& entry : kernels::entries())
+    if (entry.supported()) known += (known.empty() ? "" : ", ") + std::string(entry.name);
+  return invalid_argument(str("[cache] instruction set \"", name, "\" is not one that runs here: ", known));
+}
+
+}  // namespace
+
+const char* prefix_reason_name(PrefixReason reason) {
+  switch (reason) {
+    case PrefixReason::kHit:
+      return "hit";
+    case PrefixReason::kNew:
+      return "new";
+    case PrefixReason::kEvicted:
+      return "evicted";
+    case PrefixReason::kWindowGone:
+      return "window_gone";
+    case PrefixReason::kLastToken:
+      return "last_token";
+    case PrefixReason::kCollision:
+      return "collision";
+    case PrefixReason::kNoRoom:
+      return "no_room";
+    case PrefixReason::kOff:
+      return "off";
+  }
+  return "unknown";
+}
+
+const char* arena_order_name(ArenaOrder order) {
+  return order == ArenaOrder::kBlockMajor ? "block_major" : "layer_major";
+}
+
+struct Cache::Impl {
+  enum Kernel { kAppend, kAttend, kMerge, kKernels };
+
+  CacheOptions options;
+  const kernels::Entry* entry = nullptr;
+  MemoryBudget budget;
+  std::vector<std::unique_ptr<Arena>> arenas;         // per group
+  std::vector<std::unique_ptr<ArenaSource>> sources;  // per group
+  std::unique_ptr<CacheCore> core;
+  std::vector<LayerPlace> layers;                        // by model layer
+  std::vector<std::vector<kernels::LayerStore>> stores;  // by group, by index in it
+  kernels::AppendCounters append_counters;
+  std::atomic<int64_t> calls[kKernels] = {};
+  mutable int64_t dense_materializations = 0, dequantized_rows = 0;
+  std::unique_ptr<StepPlan::Impl> spare;  // arrays of the last ended step, to be filled again
+
+  Result<LayerPlace> place(int layer) const {
+    if (layer >= 0 && size_t(layer) < layers.size() && layers[size_t(layer)].group >= 0)
+      return layers[size_t(layer)];
+    return invalid_argument(str("[cache] layer ", layer, " is in no group"));
+  }
+  const kernels::LayerStore& store(LayerPlace at) const { return stores[size_t(at.group)][size_t(at.index)]; }
+  kernels::AttendShape shape(const StepPlan::Impl& plan, int group) const {
+    const GroupSpec& spec = options.groups[size_t(group)];
+    return {.num_q_heads = plan.num_q_heads != 0 ? plan.num_q_heads : spec.num_q_heads,
+            .sliding_window = spec.sliding_window};
+  }
+  // Ids below this have memory; it moves with growth, so kernels get it per call.
+  kernels::LayerStore store_now(LayerPlace at) const {
+    kernels::LayerStore layer = store(at);
+    layer.num_blocks = core->pool(at.group).end_id();
+    return layer;
+  }
+  int64_t partial_bytes(const StepPlan::Impl& plan, int group) const {
+    const int64_t stride = kernels::partial_floats(options.groups[size_t(group)].shape.head_dim_v);
+    return plan.work[size_t(group)].totals.n_partials * stride * int64_t(sizeof(float));
+  }
+  int64_t part_bytes(const StepPlan::Impl& plan, int group) const {
+    return entry->part_scratch_bytes(stores[size_t(group)][0], shape(plan, group));
+  }
+  Result<kernels::AttendCall> attend_call(const AttendArgs& args, int n_parts) const;
+  Status check_plan(const StepPlan::Impl& plan) const {
+    if (plan.owner == this && (plan.read_only || plan.arrays.step != 0)) return Status();
+    return invalid_argument("[cache] the plan is of another cache or its step has ended");
+  }
+  Status check_step(const StepPlan::Impl& plan) const {
+    return plan.read_only ? invalid_argument("[cache] the plan only reads") : check_plan(plan);
+  }
+  void plan_group_work(StepPlan::Impl& plan) const {
+    plan.work.resize(options.groups.size());
+    for (size_t g = 0; g < plan.work.size(); ++g) {
+      auto& work = plan.work[g];
+      work.totals = plan_work(plan.batch(g), shape(plan, int(g)), options.groups[g].shape.num_kv_heads, work.items,
+                              work.merges);
+    }
+  }
+};
+
+Cache::Cache(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Cache::~Cache() = default;
+
+Result<std::unique_ptr<Cache>> Cache::create(CacheOptions options) {
+  if (Status status = check_options(options); !status.ok()) return status;
+  auto impl = std::make_unique<Impl>();
+  auto entry = choose_entry(options.isa);
+  if (!entry.ok()) return entry.status();
+  impl->entry = *entry;
+  if (options.kv_memory.n == 0) options.kv_memory = Bytes(memory_limit() / 2);
+  impl->budget.limit = options.kv_memory.n;
+
+  std::vector<CacheCore::Group> groups;
+  int64_t floor_bytes = 0;
+  for (size_t g = 0; g < options.groups.size(); ++g) {
+    GroupSpec& spec = options.groups[g];
+    if (spec.num_q_heads == 0) spec.num_q_heads = spec.shape.num_kv_heads;
+    auto layout = plan_image(spec, options.block_size.n, options.arena);
+    if (!layout.ok()) return layout.status();
+    for (size_t i = 0; i < spec.layers.size(); ++i) {
+      const int layer = spec.layers[i];
+      if (layer < 0 || layer > 65535)
+        return invalid_argument(str("[cache] layer index ", layer, ", allowed are 0 to 65535"));
+      if (size_t(layer) >= impl->layers.size()) impl->layers.resize(size_t(layer) + 1);
+      if (impl->layers[size_t(layer)].group >= 0)
+        return invalid_argument(str("[cache] layer ", layer, " is in two groups"));
+      impl->layers[size_t(layer)] = {int(g), int(i)};
+    }
+    auto sizes = size_group(options, spec, layout->image_bytes, options.kv_memory.n);
+    if (!sizes.ok()) return sizes.status();
+    floor_bytes += sizes->floor_blocks * layout->image_bytes;
+    auto arena = Arena::create(std::move(*layout), sizes->floor_blocks, sizes->max_blocks, impl->budget);
+    if (!arena.ok()) return arena.status();
+    impl->arenas.push_back(std::move(*arena));
+    impl->sources.push_back(std::make_unique<ArenaSource>(*impl->arenas.back(), impl->budget));
+    const ImageLayout& image = impl->arenas.back()->layout();
+    groups.push_back({.pool = {.max_blocks = impl->arenas.back()->max_blocks(),
+                               .floor_blocks = sizes->floor_blocks,
+                               .extent_blocks = image.extent_blocks,
+                               .image_bytes = image.image_bytes,
+                               .extent_bytes = image.extent_bytes,
+                               .limit = pool_limit(options, impl->arenas.back()->max_blocks())},
+                      .sliding_window = spec.sliding_window,
+                      .source = impl->sources.back().get()});
+  }
+  if (floor_bytes > options.kv_memory.n) {
+    return Status(Code::kCapacity, str("[cache] the first blocks of all groups take ", bytes_text(floor_bytes),
+                                       ", kv_memory is ", bytes_text(options.kv_memory.n)));
+  }
+  // The floor is whole extents; it may pass the budget by the last extent's rounding, what grows later may not.
+  for (const auto& arena : impl->arenas) impl->budget.limit += 2 * arena->layout().extent_bytes;
+
+  // What makes K and V of equal tokens differ goes into every key.
+  std::string fingerprint = str("block ", options.block_size.n, "; ", options.fingerprint);
+  for (const GroupSpec& spec : options.groups) {
+    fingerprint += str("; ", kv_quant_name(spec.shape.formats), " ", spec.shape.num_kv_heads, "x",
+                       spec.shape.head_dim_k, ":", spec.shape.head_dim_v, " window ", spec.sliding_window);
+    for (int layer : spec.layers) fingerprint += str(" ", layer);
+  }
+  impl->core = std::make_unique<CacheCore>(CacheCore::Options{.block_size = options.block_size.n,
+                                                              .max_context = options.max_context.n,
+                                                              .prefix_sharing = options.prefix_sharing,
+                                                              .fingerprint = fingerprint},
+                                           groups);
+  if (Status status = impl->core->open(); !status.ok()) {
+    return Status(status.code(), "[cache] the first blocks cannot be had: " + status.message());
+  }
+  impl->budget.limit = std::max(options.kv_memory.n, impl->budget.committed);
+  if (impl->budget.committed > options.kv_memory.n)
+    notice(str("[cache] num_blocks rounded up to whole extents takes ", bytes_text(impl->budget.committed),
+               ", more than kv_memory ", bytes_text(options.kv_memory.n)));
+
+  for (size_t g = 0; g < options.groups.size(); ++g) {
+    const Arena& arena = *impl->arenas[g];
+    const LayerShape& shape = options.groups[g].shape;
+    auto& stores = impl->stores.emplace_back();
+    for (const LayerPlanes& planes : arena.layout().layers) {
+      const auto rows = [&](const Plane& plane, const Plane& scales, Format format, int64_t head_dim) {
+        kernels::RowStore store{.rows = arena.address(plane),
+                                .block_stride = plane.block_stride,
+                                .slot_stride = plane.slot_stride,
+                                .head_stride = plane.head_stride,
+                                .format = format,
+                                .head_dim = head_dim};
+        if (is_quantized(format)) {
+          store.scales = arena.address(scales);
+          store.scale_block_stride = scales.block_stride;
+          store.scale_slot_stride = scales.slot_stride;
+          store.scale_head_stride = scales.head_stride;
+        }
+        return store;
+      };
+      stores.push_back({.k = rows(planes.k, planes.k_scales, shape.formats.k, shape.head_dim_k),
+                        .v = rows(planes.v, planes.v_scales, shape.formats.v, shape.head_dim_v),
+                        .block_size = options.block_size.n,
+                        .num_kv_heads = shape.num_kv_heads,
+                        .num_blocks = 0});
+    }
+  }
+  if (impl->entry == &kernels::entries().back() && options.isa.empty() && !env_first({"PAGEDKV_ISA"}))
+    notice(str("[cache] this CPU has none of the fast instruction sets; the ", impl->entry->name, " kernels run"));
+  impl->options = std::move(options);
+  return std::unique_ptr<Cache>(new Cache(std::move(impl)));
+}
+
+// --- sequences -----------------------------------------------------------------------------------------------
+
+Result<Started> Cache::start(std::span<const int32_t> prompt, const StartOptions& options) {
+  return impl_->core->start(prompt, options);
+}
+Result<SequenceId> Cache::fork(SequenceId sequence) { return impl_->core->fork(sequence); }
+Status Cache::truncate(SequenceId sequence, Tokens new_length) {
+  return impl_->core->truncate(sequence, new_length.n);
+}
+Status Cache::release(SequenceId sequence) { return impl_->core->release(sequence); }
+void Cache::clear_cached() { impl_->core->clear_cached(); }
+
+std::vector<PrefixKey> Cache::prefix_keys(std::span<const int32_t> prompt, std::string_view name_space) const {
+  return impl_->core->hash_prompt(prompt, name_space);
+}
+
+Tokens Cache::cached_prefix(std::span<const int32_t> prompt, std::span<const PrefixKey> keys,
+                            std::string_view name_space) const {
+  return Tokens(impl_->core->cached_prefix(prompt, keys, name_space));
+}
+
+Result<Tokens> Cache::length(SequenceId sequence) const {
+  auto length = impl_->core->length(sequence);
+  if (!length.ok()) return length.status();
+  return Tokens(*length);
+}
+
+Result<Blocks> Cache::blocks_held(SequenceId sequence, int group) const {
+  auto held = impl_->core->blocks_held(sequence, group);
+  if (!held.ok()) return held.status();
+  return Blocks(*held);
+}
+
+Status Cache::grow_to_capacity(Tokens tokens) {
+  const int64_t blocks = blocks_for(tokens, impl_->options.block_size).n;
+  const auto& pool = impl_->core->pool(impl_->core->main_group());
+  if (tokens.n < 0) return invalid_argument(str("[grow] ", tokens.n, " tokens are asked"));
+  const int64_t have = pool.counts().total;
+  Status status = impl_->core->raise_floor(blocks);
+  if (status.ok()) return status;
+  return Status(Code::kCapacity,
+                str("[grow] need ", tokens.n, " tokens (", blocks, " blocks), have ",
+                    have * impl_->options.block_size.n, " tokens (", have, " blocks); ", status.message()));
+}
+
+// --- one step ------------------------------------------------------------------------------------------------
+
+Result<StepPlan> Cache::reserve(std::span<const StepRequest> requests) {
+  auto plan = impl_->spare ? std::move(impl_->spare) : std::make_unique<StepPlan::Impl>();
+  plan->owner = impl_.get();
+  if (Status status = impl_->core->reserve(requests, plan->arrays); !status.ok()) {
+    impl_->spare = std::move(plan);
+    return status;
+  }
+  plan->faults.assign(requests.size(), kernels::kNoFault);
+  impl_->plan_group_work(*plan);
+  return StepPlan(std::move(plan));
+}
+
+Result<StepPlan> Cache::plan_read(std::span<const ReadRequest> requests, int64_t num_q_heads) const {
+  for (const GroupSpec& spec : impl_->options.groups)
+    if (num_q_heads < 0 || num_q_heads > kMaxHeads || num_q_heads % spec.shape.num_kv_heads != 0)
+      return invalid_argument(str("[plan_read] ", num_q_heads, " query heads are no multiple of ",
+                                  spec.shape.num_kv_heads, " KV heads"));
+  auto plan = std::make_unique<StepPlan::Impl>();
+  plan->owner = impl_.get();
+  plan->read_only = true;
+  plan->num_q_heads = num_q_heads;
+  if (Status status = impl_->core->read(requests, plan->arrays); !status.ok()) return status;
+  impl_->plan_group_work(*plan);
+  return StepPlan(std::move(plan));
+}
+
+Status Cache::append(StepPlan& plan, int layer, const KvRows& k, const KvRows& v, Part part) {
+  const auto at = impl_->place(layer);
+  if (!at.ok()) return at.status();
+  if (Status status = impl_->check_step(*plan.impl_); !status.ok()) return status;
+  if (k.data == nullptr || v.data == nullptr) return invalid_argument("[append] K or V is null");
+  if (part.index == 0) impl_->calls[Impl::kAppend].fetch_add(1, std::memory_order_relaxed);
+
+  const LayerShape& shape = impl_->options.groups[size_t(at->group)].shape;
+  const auto resolved = [&](KvRows rows, int64_t head_dim) {
+    if (rows.head_stride == 0) rows.head_stride = head_dim;
+    if (rows.token_stride == 0) rows.token_stride = head_dim * shape.num_kv_heads;
+    return rows;
+  };
+  impl_->entry->append({.layer = impl_->store_now(*at),
+                        .batch = plan.impl_->batch(size_t(at->group)),
+                        .k = resolved(k, shape.head_dim_k),
+                        .v = resolved(v, shape.head_dim_v),
+                        .layer_index = layer,
+                        .faults = plan.impl_->faults.data(),
+                        .counters = &impl_->append_counters},
+                       part);
+  return Status();
+}
+
+Result<kernels::AttendCall> Cache::Impl::attend_call(const AttendArgs& args, int n_parts) const {
+  const auto at = place(args.layer);
+  if (!at.ok()) return at.status();
+  const StepPlan::Impl& plan = *args.plan.impl_;
+  if (Status status = check_plan(plan); !status.ok()) return status;
+  const GroupSpec& spec = options.groups[size_t(at->group)];
+  kernels::AttendShape attend_shape = shape(plan, at->group);
+  if (args.sliding_window < 0 ||
+      (attend_shape.sliding_window > 0 && args.sliding_window > attend_shape.sliding_window))
+    return invalid_argument(
+        str("[attend] window ", args.sliding_window, " is asked, the group's is ", attend_shape.sliding_window));
+  if (args.sliding_window > 0) attend_shape.sliding_window = args.sliding_window;
+  const auto& work = plan.work[size_t(at->group)];
+  if (args.q == nullptr || args.out == nullptr) return invalid_argument("[attend] q or out is null");
+  if (args.scale < 0 || !std::isfinite(args.scale) || args.softcap < 0 || !std::isfinite(args.softcap))
+    return invalid_argument(
+        str("[attend] scale is ", args.scale, " and softcap ", args.softcap, "; both must be finite and >= 0"));
+  const int64_t partials = partial_bytes(plan, at->group), per_part = part_bytes(plan, at->group);
+  if (int64_t(args.scratch.size()) < partials + per_part * n_parts)
+    return invalid_argument(str("[attend] scratch has ", args.scratch.size(), " bytes, ", n_parts, " parts need ",
+                                partials + per_part * n_parts));
+  if (reinterpret_cast<uintptr_t>(args.scratch.data()) % 64 != 0)
+    return invalid_argument("[attend] scratch is not 64-byte aligned");
+  return kernels::AttendCall{.layer = store_now(*at),
+                             .batch = plan.batch(size_t(at->group)),
+                             .shape = attend_shape,
+                             .items = work.items.data(),
+                             .n_items = int64_t(work.items.size()),
+                             .merges = work.merges.data(),
+                             .n_merges = int64_t(work.merges.size()),
+                             .total_cost = work.totals.total_cost,
+                             .q = args.q,
+                             .q_token_stride = args.q_token_stride != 0
+                                                   ? args.q_token_stride
+                                                   : attend_shape.num_q_heads * spec.shape.head_dim_k,
+                             .out = args.out,
+                             .lse = args.lse,
+                             .scale = args.scale != 0 ? args.scale : 1.0f / std::sqrt(float(spec.shape.head_dim_k)),
+                             .softcap = args.softcap,
+                             .sinks = args.sinks,
+                             .partials = reinterpret_cast<float*>(args.scratch.data()),
+                             .part_scratch = args.scratch.data() + partials,
+                             .part_scratch_bytes = per_part};
+}
+
+Status Cache::attend(const AttendArgs& args, Part part) {
+  const auto call = impl_->attend_call(args, part.count);
+  if (!call.ok()) return call.status();
+  if (part.index == 0) impl_->calls[Impl::kAttend].fetch_add(1, std::memory_order_relaxed);
+  impl_->entry->attend(*call, part);
+  return Status();
+}
+
+Status Cache::merge(const AttendArgs& args, Part part) {
+  const auto call = impl_->attend_call(args, part.count);
+  if (!call.ok()) return call.status();
+  if (part.index == 0) impl_->calls[Impl::kMerge].fetch_add(1, std::memory_order_relaxed);
+  impl_->entry->merge(*call, part);
+  return Status();
+}
+
+Bytes Cache::scratch_bytes(const StepPlan& plan, int n_parts) const {
+  int64_t most = 64;
+  for (int g = 0; g < impl_->core->n_groups(); ++g)
+    most = std::max(most, impl_->partial_bytes(*plan.impl_, g) + impl_->part_bytes(*plan.impl_, g) * n_parts);
+  return Bytes(most);
+}
+
+Result<std::vector<Status>> Cache::commit(StepPlan& plan, std::span<const Tokens> accepted) {
+  if (Status status = impl_->check_step(*plan.impl_); !status.ok()) return status;
+  const StepPlan::Impl& step = *plan.impl_;
+  std::vector<Status> rejected(step.faults.size());
+  for (size_t i = 0; i < step.faults.size(); ++i) {
+    const uint64_t fault = step.faults[i];
+    if (fault == kernels::kNoFault) continue;
+    rejected[i] = Status(Code::kNotFinite,
+                         str("[append] NaN or infinity in layer ", fault >> 48, ", KV head ",
+                             (fault >> 32) & 0xffff, ", position ", step.arrays.positions[fault & 0xffffffff]));
+  }
+  auto statuses = impl_->core->commit(plan.impl_->arrays, accepted, std::move(rejected));
+  return statuses;
+}
+
+void Cache::abandon(StepPlan& plan) {
+  if (impl_->check_step(*plan.impl_).ok()) impl_->core->abandon(plan.impl_->arrays);
+}
+
+void Cache::recycle(StepPlan plan) {
+  if (plan.impl_ != nullptr && plan.impl_->owner == impl_.get() && plan.impl_->arrays.step == 0)
+    impl_->spare = std::move(plan.impl_);
+}
+
+// --- views and figures ---------------------------------------------------------------------------------------
+
+const CacheOptions& Cache::options() const { return impl_->options; }
+std::string_view Cache::isa() const { return impl_->entry->name; }
+Status Cache::verify() const { return impl_->core->verify(); }
+Bytes Cache::image_bytes(int group) const { return Bytes(impl_->arenas[size_t(group)]->layout().image_bytes); }
+
+Result<LayerTensors> Cache::tensors(int layer) const {
+  const auto at = impl_->place(layer);
+  if (!at.ok()) return at.status();
+  const Arena& arena = *impl_->arenas[size_t(at->group)];
+  return arena.tensors(at->index, arena.max_blocks());
+}
+
+Tokens Cache::capacity() const {
+  return Tokens(impl_->arenas[size_t(impl_->core->main_group())]->max_blocks() * impl_->options.block_size.n);
+}
+
+Tokens Cache::available() const {
+  return Tokens(impl_->core->pool(impl_->core->main_group()).takable() * impl_->options.block_size.n);
+}
+
+Tokens Cache::committed_capacity() const {
+  return Tokens(impl_->core->pool(impl_->core->main_group()).counts().total * impl_->options.block_size.n);
+}
+
+Result<Cache::Dense> Cache::read_dense(SequenceId sequence, int layer) const {
+  const auto at = impl_->place(layer);
+  if (!at.ok()) return at.status();
+  const auto length = impl_->core->length(sequence);
+  const auto table = impl_->core->table(sequence, at->group);
+  if (!length.ok()) return length.status();
+  if (!table.ok()) return table.status();
+  if (std::ranges::find(*table, kNoBlock) != table->end())
+    return invalid_argument(str("[read_dense] layer ", layer, " has given rows behind its window back"));
+  const kernels::LayerStore& store = impl_->store(*at);
+  const auto decode = [&](const kernels::RowStore& rows) {
+    std::vector<float> out(size_t(*length * store.num_kv_heads * rows.head_dim));
+    float* to = out.data();
+    for (int64_t p = 0; p < *length; ++p) {
+      const int64_t block = int64_t((*table)[size_t(p / store.block_size)]), slot = p % store.block_size;
+      for (int64_t h = 0; h < store.num_kv_heads; ++h, to += rows.head_dim) {
+        const std::byte* row =
+            rows.rows + block * rows.block_stride + slot * rows.slot_stride + h * rows.head_stride;
+        const std::byte* scale = rows.scales == nullptr
+                                     ? nullptr
+                                     : rows.scales + block * rows.scale_block_stride +
+                                           slot * rows.scale_slot_stride + h * rows.scale_head_stride;
+        impl_->entry->dequantize(row, reinterpret_cast<const float*>(scale), 1, rows.head_dim, rows.format, to);
+      }
+    }
+    return out;
+  };
+  ++impl_->dense_materializations;
+  impl_->dequantized_rows += 2 * *length * store.num_kv_heads;
+  return Dense{decode(store.k), decode(store.v)};
+}
+
+Stats Cache::stats() const {
+  Stats s;
+  const CacheCore& core = *impl_->core;
+  for (int g = 0; g < core.n_groups(); ++g) {
+    const Arena& arena = *impl_->arenas[size_t(g)];
+    const BlockPool& pool = core.pool(g);
+    const auto& counts = pool.counts();
+    s.bytes_reserved += arena.bytes_reserved();
+    s.bytes_committed += arena.bytes_committed();
+    s.bytes_resident += arena.bytes_resident();
+    s.extent_bytes = std::max(s.extent_bytes, arena.layout().extent_bytes);
+    s.bytes_in_use += (counts.open + counts.full + counts.shared) * arena.layout().image_bytes;
+    s.blocks_total += counts.total;
+    s.blocks_free += counts.free;
+    s.blocks_open += counts.open;
+    s.blocks_full += counts.full;
+    s.blocks_shared += counts.shared;
+    s.blocks_cached += counts.cached;
+    s.quarantined_blocks += counts.quarantined;
+    s.alloc_events += pool.events().alloc;
+    s.growth_events += pool.events().growth;
+    s.shrink_events += pool.events().shrink;
+    s.evictions += pool.events().eviction;
+  }
+  if (s.blocks_total > 0)
+    s.block_utilization = double(s.blocks_total - s.blocks_free - s.blocks_cached) / double(s.blocks_total);
+  const auto figures = core.figures();
+  s.sequences = figures.sequences;
+  s.tokens = figures.tokens;
+  s.copies = figures.copies;
+  s.hit_tokens = figures.tokens_by_reason[size_t(PrefixReason::kHit)];
+  for (int reason = 0; reason < kPrefixReasons; ++reason) {
+    const int64_t tokens = figures.tokens_by_reason[size_t(reason)];
+    if (tokens > 0) s.hits_by_reason[prefix_reason_name(PrefixReason(reason))] = tokens;
+  }
+  s.dense_materializations = impl_->dense_materializations;
+  s.dequantized_rows = impl_->dequantized_rows;
+  s.floor_clamped_rows = impl_->append_counters.floor_clamped_rows;
+  s.saturated_values = impl_->append_counters.saturated_values;
+  const char* names[] = {"append", "attend", "merge"};
+  for (int kernel = 0; kernel < Impl::kKernels; ++kernel)
+    if (const int64_t n = impl_->calls[kernel].load(std::memory_order_relaxed); n > 0)
+      s.kernel_calls[str(names[kernel], ".", impl_->entry->name)] = n;
+  if (impl_->entry == &kernels::entries().back())
+    for (const char* name : names) s.fallbacks[name] = str("the portable ", impl_->entry->name, " kernels run");
+  return s;
+}
+
+}  // namespace pagedkv

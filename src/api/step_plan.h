@@ -1,0 +1,39 @@
+// What a StepPlan holds behind its face.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "api/work.h"
+#include "cache/step_arrays.h"
+#include "kernels/kernels.h"
+#include "pagedkv/cache.h"
+
+namespace pagedkv {
+
+struct StepPlan::Impl {
+  struct GroupWork {
+    std::vector<kernels::WorkItem> items;
+    std::vector<kernels::MergeItem> merges;
+    WorkTotals totals;
+  };
+  StepArrays arrays;
+  std::vector<GroupWork> work;   // per group
+  std::vector<uint64_t> faults;  // per sequence: kernels::kNoFault or its first row that is not finite
+  const void* owner = nullptr;   // the cache that made it
+  int64_t num_q_heads = 0;       // of this plan's queries; 0: as the groups say
+  bool read_only = false;        // made by plan_read: nothing to append or commit
+
+  kernels::Batch batch(size_t group) const {
+    const StepArrays::Group& g = arrays.groups[group];
+    return {.n_sequences = int64_t(arrays.sequences.size()),
+            .n_tokens = int64_t(arrays.positions.size()),
+            .max_blocks = g.max_blocks,
+            .block_tables = g.block_tables.data(),
+            .seq_lens = arrays.seq_lens.data(),
+            .query_start_loc = arrays.query_start_loc.data(),
+            .slot_mapping = g.slot_mapping.data()};
+  }
+};
+
+}  // namespace pagedkv

@@ -1,0 +1,400 @@
+// attend and merge. Compiled once per instruction set.
+//
+// Equal bits for any partition: tiles and runs lie at fixed positions of the sequence, each run starts afresh, runs
+// are folded from left to right by one function, and what a row does not see changes none of its bits.
+#pragma once
+
+#include "kernels/softmax-inl.h"
+#include "kernels/tile-inl.h"
+
+namespace pagedkv::kernels::PKV_ISA {
+namespace {
+
+// Rows whose queries and sums are kept at once; a row here is one query head of one token.
+constexpr int64_t kStateRows = 256;
+// Up to so many rows read packed bytes directly; more share one decoded copy of the tile.
+constexpr int64_t kDirectRows = 8;
+// Tiles between the one in use and the one being fetched.
+constexpr int64_t kAhead = 2;
+
+PKV_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+PKV_INLINE int64_t max64(int64_t a, int64_t b) { return a < b ? b : a; }
+
+PKV_INLINE int64_t state_rows(const LayerStore& layer, const AttendShape& shape) {
+  return max64(kStateRows, shape.num_q_heads / layer.num_kv_heads);
+}
+
+// The scratch of one part, cut into arrays. Rows are padded to whole units and in lane order.
+struct Scratch {
+  int64_t dk, dv;  // floats of a row of q and k, of acc and v
+  float* q;        // [state_rows, dk]
+  float* acc;      // [state_rows, dv] of the current run
+  float* total;    // [state_rows, dv] of the runs before
+  RowState* run;   // [state_rows]
+  RowState* runs;  // [state_rows]
+  float* k_tile;   // [kTile, dk] decoded
+  float* v_tile;   // [kTile, dv]
+  int64_t bytes;
+
+  Scratch(const LayerStore& layer, const AttendShape& shape, std::byte* base) {
+    const int64_t n = state_rows(layer, shape);
+    dk = padded_dim(layer.k.format, layer.k.head_dim);
+    dv = padded_dim(layer.v.format, layer.v.head_dim);
+    int64_t at = 0;
+    const auto take = [&](int64_t floats) {
+      float* array = base == nullptr ? nullptr : reinterpret_cast<float*>(base + at);
+      at += round_up(floats * int64_t(sizeof(float)), 64);
+      return array;
+    };
+    q = take(n * dk);
+    acc = take(n * dv);
+    total = take(n * dv);
+    run = reinterpret_cast<RowState*>(take(n * 2));
+    runs = reinterpret_cast<RowState*>(take(n * 2));
+    k_tile = take(kTile * dk);
+    v_tile = take(kTile * dv);
+    bytes = at;
+  }
+};
+
+// Some tokens of an item with some KV heads: at most state_rows rows, [head][token][head of the group].
+struct Block {
+  const WorkItem* item;
+  int64_t token_begin, token_end;  // of the step
+  int64_t head_begin, head_end;    // KV heads
+  int64_t first_position;          // of token_begin in its sequence; negative: sees nothing
+  int64_t head_rows;               // rows of one KV head
+};
+
+class Attention {
+ public:
+  Attention(const AttendCall& call, std::byte* base)
+      : call_(call),
+        k_(call.layer.k),
+        v_(call.layer.v),
+        group_(call.shape.num_q_heads / call.layer.num_kv_heads),
+        scratch_(call.layer, call.shape, base) {
+    k_bytes_ = packed_bytes(k_.format, k_.head_dim);
+    v_bytes_ = packed_bytes(v_.format, v_.head_dim);
+    for (int t = 0; t < kTile; ++t) {
+      k_tile_[t] = reinterpret_cast<const uint8_t*>(scratch_.k_tile + t * scratch_.dk);
+      v_tile_[t] = reinterpret_cast<const uint8_t*>(scratch_.v_tile + t * scratch_.dv);
+    }
+  }
+
+  // One item with KV heads [head_begin, head_end), in pieces that fit the scratch.
+  void work(const WorkItem& item, int64_t head_begin, int64_t head_end) {
+    const int64_t capacity = state_rows(call_.layer, call_.shape);
+    const int64_t n_new =
+        call_.batch.query_start_loc[item.sequence + 1] - call_.batch.query_start_loc[item.sequence];
+    const int64_t position_of_first = call_.batch.seq_lens[item.sequence] - n_new;
+    const int64_t tokens = min64(item.row_end - item.row_begin, max64(1, capacity / group_));
+    const int64_t heads = max64(1, capacity / (tokens * group_));
+    for (int64_t h = head_begin; h < head_end; h += heads) {
+      for (int64_t token = item.row_begin; token < item.row_end; token += tokens) {
+        const int64_t token_end = min64(item.row_end, token + tokens);
+        attend_block({.item = &item,
+                      .token_begin = token,
+                      .token_end = token_end,
+                      .head_begin = h,
+                      .head_end = min64(head_end, h + heads),
+                      .first_position = position_of_first + token - call_.batch.query_start_loc[item.sequence],
+                      .head_rows = (token_end - token) * group_});
+      }
+    }
+  }
+
+ private:
+  void attend_block(const Block& block) {
+    const int64_t n_rows = block.head_rows * (block.head_end - block.head_begin);
+    const int64_t length = call_.batch.seq_lens[block.item->sequence];
+    const int64_t last_position = block.first_position + (block.token_end - block.token_begin) - 1;
+    // What some row of the block sees, inside the item's runs.
+    const int64_t end = min64(min64(last_position + 1, length), block.item->run_end * kRunTokens);
+    int64_t begin = block.item->run_begin * kRunTokens;
+    if (call_.shape.sliding_window > 0) begin = max64(begin, block.first_position - call_.shape.sliding_window + 1);
+
+    fetch_queries(block);
+    for (int64_t i = 0; i < n_rows; ++i) scratch_.runs[i] = {-kInf, 0};
+    bool folded = false;  // some run is in `total`
+    fresh_run(n_rows);
+    if (begin < end) {
+      const int64_t first_tile = begin / kTile, n_tiles = (end + kTile - 1) / kTile - first_tile;
+      const int64_t heads = block.head_end - block.head_begin, n_steps = n_tiles * heads;
+      const auto find_step = [&](int64_t step) {
+        const int64_t first = (first_tile + step / heads) * kTile;
+        find_tile(call_.layer, call_.batch.block_tables + block.item->sequence * call_.batch.max_blocks,
+                  call_.batch.max_blocks, first, int(min64(kTile, end - first)), block.head_begin + step % heads,
+                  tiles_[step % (kAhead + 1)]);
+      };
+      for (int64_t step = 0; step < min64(kAhead, n_steps); ++step) find_step(step);
+      for (int64_t i = 0, step = 0; i < n_tiles; ++i) {
+        const int64_t first = (first_tile + i) * kTile;
+        if (i > 0 && first % kRunTokens == 0) {
+          close_run(n_rows, folded);
+          folded = true;
+          fresh_run(n_rows);
+        }
+        for (int64_t h = 0; h < heads; ++h, ++step) {
+          const Tile* ahead = nullptr;
+          if (step + kAhead < n_steps) {
+            find_step(step + kAhead);
+            ahead = &tiles_[(step + kAhead) % (kAhead + 1)];
+          }
+          attend_tile(block, h, first, tiles_[step % (kAhead + 1)], ahead);
+        }
+      }
+    }
+    if (folded) close_run(n_rows, true);
+    write_rows(block, folded);
+  }
+
+  // q * scale, in lane order.
+  void fetch_queries(const Block& block) {
+    int64_t row = 0;
+    for (int64_t h = block.head_begin; h < block.head_end; ++h) {
+      for (int64_t token = block.token_begin; token < block.token_end; ++token) {
+        const float* q = call_.q + token * call_.q_token_stride + h * group_ * k_.head_dim;
+        for (int64_t g = 0; g < group_; ++g, ++row, q += k_.head_dim) {
+          float* lanes = scratch_.q + row * scratch_.dk;
+          if (k_.format == Format::kQ4) {
+            for (int64_t i = 0; i < scratch_.dk; ++i) lanes[i] = 0;
+            for (int64_t i = 0; i < k_.head_dim; ++i) lanes[lane_of(k_.format, i)] = q[i] * call_.scale;
+          } else {
+            for (int64_t i = 0; i < k_.head_dim; ++i) lanes[i] = q[i] * call_.scale;
+            for (int64_t i = k_.head_dim; i < scratch_.dk; ++i) lanes[i] = 0;
+          }
+        }
+      }
+    }
+  }
+
+  void fresh_run(int64_t n_rows) {
+    for (int64_t i = 0; i < n_rows; ++i) scratch_.run[i] = {-kInf, 0};
+    __builtin_memset(scratch_.acc, 0, size_t(n_rows * scratch_.dv) * sizeof(float));
+  }
+
+  // total += run, row by row; the first time there is no total yet.
+  void close_run(int64_t n_rows, bool folded) {
+    if (!folded) __builtin_memset(scratch_.total, 0, size_t(n_rows * scratch_.dv) * sizeof(float));
+    for (int64_t i = 0; i < n_rows; ++i) {
+      fold_run(scratch_.total + i * scratch_.dv, scratch_.runs[i], scratch_.acc + i * scratch_.dv, scratch_.run[i],
+               scratch_.dv);
+    }
+  }
+
+  // Head h of the block (0-based) over the tile at position `first`.
+  void attend_tile(const Block& block, int64_t h, int64_t first, const Tile& tile, const Tile* ahead) {
+    const bool direct = block.head_rows <= kDirectRows;
+    TileRows k{tile.k, nullptr, k_bytes_}, v{tile.v, nullptr, v_bytes_};
+    const Products* k_products = &products_of(k_.format);
+    const Products* v_products = &products_of(v_.format);
+    if (!direct) {
+      decode_tile(block, first, tile);
+      k = {k_tile_, nullptr, scratch_.dk * int64_t(sizeof(float))};
+      v = {v_tile_, nullptr, scratch_.dv * int64_t(sizeof(float))};
+      k_products = v_products = &kProducts<F32Codec>;
+    }
+    alignas(64) float s[kBlockRows * kTile];
+    float alpha[kBlockRows];
+    int lo[kBlockRows], hi[kBlockRows];
+    for (int64_t r = 0; r < block.head_rows; r += kBlockRows) {
+      const int n = int(min64(kBlockRows, block.head_rows - r));
+      int begin = kTile, end = 0;
+      for (int i = 0; i < n; ++i) {
+        const int64_t position = block.first_position + (r + i) / group_;
+        hi[i] = int(max64(0, min64(tile.n, position + 1 - first)));
+        lo[i] = 0;
+        if (call_.shape.sliding_window > 0) {
+          lo[i] = int(min64(hi[i], max64(0, position - call_.shape.sliding_window + 1 - first)));
+        }
+        if (lo[i] < begin) begin = lo[i];
+        if (end < hi[i]) end = hi[i];
+      }
+      if (begin >= end) continue;
+      if (direct && ahead != nullptr && r == 0) {
+        k.ahead = ahead->k;
+        v.ahead = ahead->v;
+      } else {
+        k.ahead = v.ahead = nullptr;
+      }
+      const int64_t row = h * block.head_rows + r;
+      k_products->dot[n - 1](k, scratch_.q + row * scratch_.dk, scratch_.dk, begin, end, s);
+      weigh(tile, n, lo, hi, begin, end, s, scratch_.run + row, alpha);
+      v_products->add[n - 1](v, s, alpha, begin, end, scratch_.acc + row * scratch_.dv, scratch_.dv);
+    }
+  }
+
+  void decode_tile(const Block& block, int64_t first, const Tile& tile) {
+    int begin = 0;
+    if (call_.shape.sliding_window > 0) {
+      begin = int(min64(tile.n, max64(0, block.first_position - call_.shape.sliding_window + 1 - first)));
+    }
+    const DecodeRow decode_k = decoder_of(k_.format), decode_v = decoder_of(v_.format);
+    const int k_begin = begin / kAccs * kAccs, k_end = int(round_up(tile.n, kAccs));
+    for (int t = k_begin; t < k_end; ++t) decode_k(tile.k[t], k_bytes_, scratch_.k_tile + t * scratch_.dk);
+    for (int t = begin; t < tile.n; ++t) decode_v(tile.v[t], v_bytes_, scratch_.v_tile + t * scratch_.dv);
+  }
+
+  // Scores to weights: s becomes p times V's scale in [begin, end), 0 for what row i does not see, outside
+  // [lo[i], hi[i]). alpha is the factor of what each row has summed before.
+  void weigh(const Tile& tile, int n_rows, const int* lo, const int* hi, int begin, int end, float* s,
+             RowState* states, float* alpha) {
+    alignas(64) float fall[kLanes] = {};  // old maximum - new one, row by row
+    float sums[kBlockRows];
+    static_assert(kLanes >= kBlockRows);
+    const bool k_scaled = has_scales(k_.format), v_scaled = has_scales(v_.format);
+    const Vec cap = set1(call_.softcap), inverse_cap = set1(call_.softcap > 0 ? 1.0f / call_.softcap : 0.0f);
+    const int v_begin = begin / kLanes * kLanes;
+    for (int r = 0; r < n_rows; ++r) {
+      float* row = s + r * kTile;
+      const Vec from = set1(float(lo[r])), to = set1(float(hi[r]));
+      Vec top = set1(-kInf);
+      for (int t = v_begin; t < end; t += kLanes) {
+        Vec x = load(row + t);
+        if (k_scaled) x = mul(x, load(tile.k_scales + t));
+        if (call_.softcap > 0) x = mul(cap, tanh(mul(x, inverse_cap)));
+        if (t < lo[r] || t + kLanes > hi[r]) {
+          const Vec index = add(iota(), set1(float(t)));
+          x = select_less(index, from, set1(-kInf), x);
+          x = select_less(index, to, x, set1(-kInf));
+        }
+        store(row + t, x);
+        top = max(top, x);
+      }
+      float tile_max = reduce_max(top);
+      if (tile.missing != 0) tile_max = mask_missing(tile, row, v_begin, end);
+      const float old_max = states[r].max, new_max = old_max < tile_max ? tile_max : old_max;
+      const Vec base = set1(finite_max(new_max));
+      Vec sum = zero();
+      for (int t = v_begin; t < end; t += kLanes) {
+        Vec p = exp(sub(load(row + t), base));
+        sum = add(sum, p);
+        if (v_scaled) p = mul(p, load(tile.v_scales + t));
+        store(row + t, p);
+      }
+      sums[r] = reduce_add(sum);
+      fall[r] = old_max - finite_max(new_max);
+      states[r].max = new_max;
+    }
+    alignas(64) float factors[kLanes];
+    store(factors, exp(load(fall)));
+    for (int r = 0; r < n_rows; ++r) {
+      alpha[r] = factors[r];
+      states[r].sum = states[r].sum * alpha[r] + sums[r];
+    }
+  }
+
+  static float mask_missing(const Tile& tile, float* row, int begin, int end) {
+    float top = -kInf;
+    for (int t = begin; t < end; ++t) {
+      if ((tile.missing >> t & 1) != 0) row[t] = -kInf;
+      if (top < row[t]) top = row[t];
+    }
+    return top;
+  }
+
+  void write_rows(const Block& block, bool folded) {
+    float* acc = folded ? scratch_.total : scratch_.acc;
+    const RowState* states = folded ? scratch_.runs : scratch_.run;
+    const int64_t q_heads = call_.shape.num_q_heads;
+    int64_t row = 0;
+    for (int64_t h = block.head_begin; h < block.head_end; ++h) {
+      for (int64_t token = block.token_begin; token < block.token_end; ++token) {
+        for (int64_t q_head = h * group_; q_head < (h + 1) * group_; ++q_head, ++row, acc += scratch_.dv) {
+          if (block.item->partial >= 0) {
+            const int64_t index = block.item->partial + (token - block.item->row_begin) * q_heads + q_head;
+            float* partial = call_.partials + index * partial_floats(v_.head_dim);
+            float* state = partial + partial_floats(v_.head_dim) - 16;
+            __builtin_memcpy(partial, acc, size_t(scratch_.dv) * sizeof(float));
+            state[0] = states[row].max;
+            state[1] = states[row].sum;
+          } else {
+            finish(call_, acc, states[row], token, q_head);
+          }
+        }
+      }
+    }
+  }
+
+ public:
+  static void finish(const AttendCall& call, float* acc, RowState state, int64_t token, int64_t q_head) {
+    const int64_t row = token * call.shape.num_q_heads + q_head, head_dim = call.layer.v.head_dim;
+    finish_row(acc, state, call.layer.v.format, head_dim,
+               {.out = call.out + row * head_dim,
+                .lse = call.lse == nullptr ? nullptr : call.lse + row,
+                .sink = call.sinks == nullptr ? nullptr : call.sinks + q_head});
+  }
+
+ private:
+  const AttendCall& call_;
+  const RowStore& k_;
+  const RowStore& v_;
+  const int64_t group_;  // query heads of a KV head
+  Scratch scratch_;
+  int64_t k_bytes_, v_bytes_;
+  const uint8_t* k_tile_[kTile];
+  const uint8_t* v_tile_[kTile];
+  Tile tiles_[kAhead + 1];
+};
+
+constexpr int64_t divide_up(int64_t a, int64_t b) { return a <= 0 ? 0 : (a + b - 1) / b; }
+
+}  // namespace
+
+int64_t part_scratch_bytes(const LayerStore& layer, const AttendShape& shape) {
+  return Scratch(layer, shape, nullptr).bytes;
+}
+
+// A part takes the (item, KV head) units that begin inside its share of the cost.
+void attend(const AttendCall& call, Part part) {
+  const int64_t heads = call.layer.num_kv_heads;
+  const int64_t begin = call.total_cost * part.index / part.count;
+  const int64_t end = call.total_cost * (part.index + 1) / part.count;
+  int64_t lo = 0, hi = call.n_items;  // the first item that does not end before `begin`
+  while (lo < hi) {
+    const int64_t middle = (lo + hi) / 2;
+    const WorkItem& item = call.items[middle];
+    if (item.cost_before + item.cost * heads <= begin) {
+      lo = middle + 1;
+    } else {
+      hi = middle;
+    }
+  }
+  Attention attention(call, call.part_scratch + part.index * call.part_scratch_bytes);
+  for (; lo < call.n_items && call.items[lo].cost_before < end; ++lo) {
+    const WorkItem& item = call.items[lo];
+    const int64_t head_begin = min64(heads, divide_up(begin - item.cost_before, item.cost));
+    const int64_t head_end = min64(heads, divide_up(end - item.cost_before, item.cost));
+    if (head_begin < head_end) attention.work(item, head_begin, head_end);
+  }
+}
+
+// Parts share the flat (row, query head) grid of all merge items.
+void merge(const AttendCall& call, Part part) {
+  const int64_t q_heads = call.shape.num_q_heads, head_dim = call.layer.v.head_dim;
+  const int64_t stride = partial_floats(head_dim), padded = padded_dim(call.layer.v.format, head_dim);
+  int64_t total = 0;
+  for (int64_t i = 0; i < call.n_merges; ++i) total += call.merges[i].row_end - call.merges[i].row_begin;
+  total *= q_heads;
+  const int64_t begin = total * part.index / part.count, end = total * (part.index + 1) / part.count;
+  alignas(64) float acc[kMaxHeadDim + 32];
+  int64_t first = 0;  // flat index of the item's first row
+  for (int64_t i = 0; i < call.n_merges && first < end; ++i) {
+    const MergeItem& item = call.merges[i];
+    const int64_t n = (item.row_end - item.row_begin) * q_heads;
+    for (int64_t row = max64(begin, first) - first; row < min64(end - first, n); ++row) {
+      RowState state{-kInf, 0};
+      __builtin_memset(acc, 0, size_t(padded) * sizeof(float));
+      for (int64_t run = item.run_begin; run < item.run_end; ++run) {
+        const int64_t index = item.partial_begin + (run - item.run_begin) * n + row;
+        const float* partial = call.partials + index * stride;
+        fold_run(acc, state, partial, {partial[stride - 16], partial[stride - 15]}, padded);
+      }
+      Attention::finish(call, acc, state, item.row_begin + row / q_heads, row % q_heads);
+    }
+    first += n;
+  }
+}
+
+}  // namespace pagedkv::kernels::PKV_ISA

@@ -1,0 +1,51 @@
+// The table of kernel entries, best first.
+#include <vector>
+
+#include "kernels/isa.h"
+
+namespace pagedkv::kernels {
+namespace {
+
+// __builtin_cpu_supports asks the operating system's side too: without its saved registers a set does not count.
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#else
+bool has_avx512() { return false; }
+bool has_avx2() { return false; }
+#endif
+bool has_anything() { return true; }
+
+std::vector<Entry> build_table() {
+  std::vector<Entry> table;
+  const auto add = [&](std::string_view name, bool (*supported)(), const IsaFunctions* f) {
+    if (f == nullptr) return;
+    table.push_back(
+        {name, supported, f->append, f->attend, f->merge, f->part_scratch_bytes, f->quantize, f->dequantize});
+  };
+  add("avx512", has_avx512, avx512_functions());
+  add("avx2", has_avx2, avx2_functions());
+  add("scalar", has_anything, scalar_functions());
+  return table;
+}
+
+}  // namespace
+
+std::span<const Entry> entries() {
+  static const std::vector<Entry> table = build_table();
+  return table;
+}
+
+const Entry* find_entry(std::string_view name) {
+  for (const Entry& entry : entries()) {
+    if ((name.empty() || entry.name == name) && entry.supported()) return &entry;
+  }
+  return nullptr;
+}
+
+}  // namespace pagedkv::kernels

@@ -1,0 +1,117 @@
+// Eight float lanes: AVX2, FMA, F16C. See simd_scalar.h for what each operation has to do.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#define PKV_INLINE inline __attribute__((always_inline))
+
+namespace pagedkv::kernels::PKV_ISA {
+namespace {
+
+constexpr int kLanes = 8;
+constexpr int kAccs = 8;
+using Vec = __m256;
+
+PKV_INLINE Vec zero() { return _mm256_setzero_ps(); }
+PKV_INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
+PKV_INLINE Vec iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
+PKV_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
+PKV_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+PKV_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+PKV_INLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+PKV_INLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+PKV_INLINE Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+PKV_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+PKV_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+PKV_INLINE Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+PKV_INLINE Vec abs(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+PKV_INLINE Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
+  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+PKV_INLINE Vec round_even(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+PKV_INLINE Vec scale_pow2(Vec a, Vec n) {
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+PKV_INLINE int count_less(Vec a, Vec b) {
+  return __builtin_popcount(unsigned(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ))));
+}
+PKV_INLINE bool any_not_finite(Vec a) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(abs(a), _mm256_set1_ps(__builtin_inff()), _CMP_NLT_UQ)) != 0;
+}
+
+PKV_INLINE float reduce_max(Vec a) {
+  const __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
+}
+
+// Lanes of half i of each: a0+a2, b0+b2, a1+a3, b1+b3.
+PKV_INLINE Vec pair_sums(Vec a, Vec b) { return add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
+// Half i: the sums of half i of a, b, c, d.
+PKV_INLINE Vec half_sums(Vec a, Vec b, Vec c, Vec d) {
+  const __m256d ab = _mm256_castps_pd(pair_sums(a, b)), cd = _mm256_castps_pd(pair_sums(c, d));
+  return add(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)), _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));
+}
+PKV_INLINE void reduce_accs(const Vec* a, float* sums) {
+  const Vec x = half_sums(a[0], a[1], a[2], a[3]), y = half_sums(a[4], a[5], a[6], a[7]);
+  store(sums, add(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31)));
+}
+PKV_INLINE float reduce_add(Vec a) {
+  const Vec halves = half_sums(a, a, a, a);
+  return _mm256_cvtss_f32(add(halves, _mm256_permute2f128_ps(halves, halves, 0x01)));
+}
+
+PKV_INLINE Vec load_f16(const uint8_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+PKV_INLINE Vec load_bf16(const uint8_t* p) {
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+PKV_INLINE Vec load_i8(const uint8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+PKV_INLINE void load_q4(const uint8_t* p, Vec* v) {
+  const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m256i bias = _mm256_set1_epi32(8);
+  v[0] = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(x, _mm256_set1_epi32(15)), bias));
+  v[1] = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(x, 4), bias));
+}
+// 6 bytes are 8 codes: three bytes to each half, four times, then shifted into place.
+PKV_INLINE Vec load_q6(const uint8_t* p) {
+  uint32_t low, high;  // two loads that overlap: not a byte past the six
+  __builtin_memcpy(&low, p, 4);
+  __builtin_memcpy(&high, p + 2, 4);
+  const __m256i bytes = _mm256_broadcastsi128_si256(_mm_cvtsi64_si128(int64_t(uint64_t{high} << 16 | low)));
+  const int x = -0x80000000;
+  const int g0 = 0x00020100 | x, g1 = 0x00050403 | x;
+  const __m256i spread = _mm256_setr_epi32(g0, g0, g0, g0, g1, g1, g1, g1);
+  const __m256i shifts = _mm256_setr_epi32(0, 6, 12, 18, 0, 6, 12, 18);
+  const __m256i codes =
+      _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(bytes, spread), shifts), _mm256_set1_epi32(63));
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, _mm256_set1_epi32(32)));
+}
+
+PKV_INLINE void store_f16(uint8_t* p, Vec v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+PKV_INLINE void store_bf16(uint8_t* p, Vec v) {
+  const __m256i bits = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded =
+      _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1)));
+}
+PKV_INLINE void store_i8(int8_t* p, Vec v) {
+  const __m256i codes = _mm256_cvtps_epi32(v);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+PKV_INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+
+}  // namespace
+}  // namespace pagedkv::kernels::PKV_ISA

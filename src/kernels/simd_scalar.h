@@ -1,0 +1,130 @@
+// Four float lanes in the compiler's own vector type: what every CPU has. A product and its sum are rounded
+// separately. The comments here define the operations for every wrapper.
+#pragma once
+
+#include <cstdint>
+
+#define PKV_INLINE inline __attribute__((always_inline))
+
+namespace pagedkv::kernels::PKV_ISA {
+namespace {
+
+constexpr int kLanes = 4;  // floats of a Vec; kTileTokens is a multiple
+constexpr int kAccs = 8;   // Vecs that one register block accumulates into: 8 or 16
+typedef float Vec __attribute__((vector_size(16)));
+typedef int32_t IntVec __attribute__((vector_size(16)));
+typedef uint32_t BitVec __attribute__((vector_size(16)));
+
+PKV_INLINE Vec set1(float x) { return Vec{x, x, x, x}; }
+PKV_INLINE Vec zero() { return set1(0); }
+PKV_INLINE Vec iota() { return Vec{0, 1, 2, 3}; }
+PKV_INLINE Vec load(const float* p) {  // no alignment is asked of any load or store
+  Vec v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+PKV_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof v); }
+PKV_INLINE Vec add(Vec a, Vec b) { return a + b; }
+PKV_INLINE Vec sub(Vec a, Vec b) { return a - b; }
+PKV_INLINE Vec mul(Vec a, Vec b) { return a * b; }
+PKV_INLINE Vec div(Vec a, Vec b) { return a / b; }
+PKV_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // one rounding where the hardware can
+// a < b ? yes : no, lane by lane; no where either is NaN.
+PKV_INLINE Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
+  const IntVec mask = a < b;
+  return Vec((mask & IntVec(yes)) | (~mask & IntVec(no)));
+}
+PKV_INLINE Vec max(Vec a, Vec b) { return select_less(b, a, a, b); }
+PKV_INLINE Vec min(Vec a, Vec b) { return select_less(a, b, a, b); }
+PKV_INLINE Vec abs(Vec a) { return Vec(BitVec(a) & 0x7fffffffu); }
+// To the nearest integer, ties to even. Requires: |a| < 2^22.
+PKV_INLINE Vec round_even(Vec a) {
+  const Vec magic = set1(0x1.8p23f);
+  return (a + magic) - magic;
+}
+// a * 2^n. Requires: n is integer-valued in [-126, 127].
+PKV_INLINE Vec scale_pow2(Vec a, Vec n) {
+  const IntVec exponent = __builtin_convertvector(n, IntVec) + 127;
+  return a * Vec(exponent << 23);
+}
+PKV_INLINE int count_less(Vec a, Vec b) {  // lanes with a < b
+  const IntVec mask = a < b;
+  return -(mask[0] + mask[1] + mask[2] + mask[3]);
+}
+PKV_INLINE bool any_not_finite(Vec a) { return count_less(abs(a), set1(__builtin_inff())) != kLanes; }
+PKV_INLINE float reduce_max(Vec a) {
+  const float x = a[0] < a[1] ? a[1] : a[0], y = a[2] < a[3] ? a[3] : a[2];
+  return x < y ? y : x;
+}
+
+// a0+a2, b0+b2, a1+a3, b1+b3.
+PKV_INLINE Vec pair_sums(Vec a, Vec b) {
+  return __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+}
+PKV_INLINE Vec quad_sums(Vec a, Vec b, Vec c, Vec d) {
+  const Vec ab = pair_sums(a, b), cd = pair_sums(c, d);
+  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+}
+// sums[i] = the sum of the lanes of a[i], for kAccs of them: one tree for all, whatever else is in the block.
+PKV_INLINE void reduce_accs(const Vec* a, float* sums) {
+  store(sums, quad_sums(a[0], a[1], a[2], a[3]));
+  store(sums + 4, quad_sums(a[4], a[5], a[6], a[7]));
+}
+PKV_INLINE float reduce_add(Vec a) { return (a[0] + a[2]) + (a[1] + a[3]); }
+
+// kLanes elements of each format as floats: exact, except that q formats come without their scale.
+PKV_INLINE Vec load_f16(const uint8_t* p) {
+  uint16_t h[4];
+  __builtin_memcpy(h, p, sizeof h);
+  const BitVec bits = {h[0], h[1], h[2], h[3]};
+  const BitVec magnitude = (bits & 0x7fffu) << 13;
+  const Vec finite = Vec(magnitude) * 0x1p112f;  // moves the exponent's bias, and makes subnormals normal
+  const BitVec special = BitVec(magnitude >= (0x7c00u << 13)) & 0x7f800000u;
+  return Vec(BitVec(finite) | special | ((bits & 0x8000u) << 16));
+}
+PKV_INLINE Vec load_bf16(const uint8_t* p) {
+  uint16_t h[4];
+  __builtin_memcpy(h, p, sizeof h);
+  return Vec(BitVec{h[0], h[1], h[2], h[3]} << 16);
+}
+PKV_INLINE Vec load_i8(const uint8_t* p) {
+  return __builtin_convertvector((IntVec{int8_t(p[0]), int8_t(p[1]), int8_t(p[2]), int8_t(p[3])}), Vec);
+}
+// kLanes bytes are 2 * kLanes codes: v[0] the even ones, v[1] the odd ones.
+PKV_INLINE void load_q4(const uint8_t* p, Vec* v) {
+  const IntVec x = {p[0], p[1], p[2], p[3]};
+  v[0] = __builtin_convertvector((x & 15) - 8, Vec);
+  v[1] = __builtin_convertvector((x >> 4) - 8, Vec);
+}
+// kLanes * 3 / 4 bytes are kLanes codes; not a byte more is read.
+PKV_INLINE Vec load_q6(const uint8_t* p) {
+  const int32_t bits = p[0] | p[1] << 8 | p[2] << 16;
+  const IntVec codes = IntVec{bits, bits >> 6, bits >> 12, bits >> 18} & 63;
+  return __builtin_convertvector(codes - 32, Vec);
+}
+
+// Rounded to nearest even. Requires: finite, and inside the format's range.
+PKV_INLINE void store_f16(uint8_t* p, Vec v) {
+  const BitVec bits = BitVec(v);
+  const BitVec magnitude = bits & 0x7fffffffu;
+  const BitVec normal = ((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) >> 13) - (112u << 10);
+  const BitVec subnormal = BitVec(Vec(magnitude) + 0.5f) - 0x3f000000u;  // the FPU rounds at 2^-24
+  const BitVec small = BitVec(magnitude < 0x38800000u);
+  const BitVec half = (small & subnormal) | (~small & normal) | ((bits >> 16) & 0x8000u);
+  const uint16_t h[4] = {uint16_t(half[0]), uint16_t(half[1]), uint16_t(half[2]), uint16_t(half[3])};
+  __builtin_memcpy(p, h, sizeof h);
+}
+PKV_INLINE void store_bf16(uint8_t* p, Vec v) {
+  const BitVec bits = BitVec(v);
+  const BitVec half = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint16_t h[4] = {uint16_t(half[0]), uint16_t(half[1]), uint16_t(half[2]), uint16_t(half[3])};
+  __builtin_memcpy(p, h, sizeof h);
+}
+// Requires: integer-valued in [-128, 127].
+PKV_INLINE void store_i8(int8_t* p, Vec v) {
+  for (int i = 0; i < kLanes; ++i) p[i] = int8_t(v[i]);
+}
+PKV_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
+
+}  // namespace
+}  // namespace pagedkv::kernels::PKV_ISA

@@ -1,0 +1,342 @@
+// The cache with its kernels: content, bits, memory, errors.
+
+#include "tests/api/desk.h"
+
+#include <filesystem>
+
+#include "pagedkv/log.h"
+
+namespace pagedkv {
+namespace {
+
+std::string text_of(const KvQuantConfig& config) { return kv_quant_name(config); }
+
+TEST(Cache, DecodeStepByStepIsAttentionOverWhatWasStoredInEveryFormat) {  // O-NUM-11, O-MEM-02
+  for (const auto& config : kConfigs) {
+    SCOPED_TRACE(text_of(config));
+    Desk d({.formats = config, .layers = 3, .block_size = 4, .num_blocks = 1});
+    d.prefill("a", tokens(0, 3));
+    for (int32_t t = 3; t < 40; ++t) {
+      const Outputs out = d.append("a", {t});
+      d.expect_right("a", out);
+      EXPECT_EQ(d.cache->blocks_held(d.ids["a"])->n, (t + 1 + 3) / 4);
+    }
+    EXPECT_GT(d.cache->stats().growth_events, 0);
+    EXPECT_EQ(d.cache->stats().growth_bytes_copied, 0);
+  }
+}
+
+TEST(Cache, BlocksOfOneTokenGiveWhatBlocksOfSixteenGive) {  // O-NUM-14
+  Desk one({.block_size = 1}), sixteen({.block_size = 16});
+  for (const int32_t n : {1, 2, 17}) {
+    const std::string name = std::to_string(n);
+    EXPECT_TRUE(same_bits(one.prefill(name, tokens(0, n)), sixteen.prefill(name, tokens(0, n))));
+    EXPECT_EQ(one.cache->blocks_held(one.ids[name])->n, n);
+    one.fork(name, name + "f");
+    one.append(name + "f", {99});
+    one.expect_right(name, one.append(name, {98}));
+    ASSERT_TRUE(one.truncate(name, 1).ok());
+    one.expect_right(name, one.append(name, {97}));
+  }
+  while (!one.ids.empty()) one.close(one.ids.begin()->first);
+  one.cache->clear_cached();
+  EXPECT_EQ(one.cache->stats().blocks_free, one.cache->stats().blocks_total);
+}
+
+TEST(Cache, AWindowIsTheSameInDecodePrefillAndChunks) {  // O-NUM-18, O-LIFE-14, O-LIFE-15
+  for (const int64_t window : {1, 4, 6, 8, 70}) {
+    DeskOptions options{.window = window, .block_size = 4, .sharing = false};
+    Desk whole(options), chunks(options), decode(options);
+    const Outputs expected = whole.prefill("a", tokens(0, 90));
+    EXPECT_TRUE(same_bits(chunks.prefill("a", tokens(0, 90), 3), expected));
+    EXPECT_TRUE(same_bits(decode.prefill("a", tokens(0, 90), 1), expected));
+    EXPECT_LE(decode.cache->blocks_held(decode.ids["a"])->n, window / 4 + 2);
+  }
+}
+
+TEST(Cache, TruncatedQuantizedRowsAreReplacedLikeAFreshRun) {  // O-LIFE-02
+  for (const auto& config : {KvQuantConfig{Format::kQ8, Format::kQ8}, KvQuantConfig{Format::kQ4, Format::kQ4}}) {
+    Desk trimmed({.formats = config, .block_size = 4}), fresh({.formats = config, .block_size = 4});
+    trimmed.prefill("a", tokens(0, 10));
+    ASSERT_TRUE(trimmed.truncate("a", 5).ok());
+    std::vector<int32_t> all = tokens(0, 5);
+    const auto rest = tokens(100, 105);
+    all.insert(all.end(), rest.begin(), rest.end());
+    Outputs out = trimmed.append("a", rest);
+    for (auto& layer : out) layer.erase(layer.begin(), layer.end() - trimmed.o.heads_q * trimmed.o.dv);
+    EXPECT_TRUE(same_bits(out, fresh.prefill("a", all)));
+    trimmed.fork("a", "b");
+    trimmed.expect_right("b", trimmed.append("b", {7}));
+  }
+}
+
+TEST(Cache, TenForksOfAQuantizedBlockKeepItsBits) {  // O-LIFE-09
+  Desk d({.formats = {Format::kQ8, Format::kQ8}, .block_size = 16});
+  d.prefill("g0", tokens(0, 6));
+  const auto first = d.cache->read_dense(d.ids["g0"], 0)->k;
+  for (int i = 0; i < 10; ++i) {
+    const std::string from = "g" + std::to_string(i), to = "g" + std::to_string(i + 1);
+    d.fork(from, to);
+    ASSERT_TRUE(d.truncate(to, 6).ok());
+    d.append(to, {1000 + i});
+    d.close(from);
+  }
+  const auto last = d.cache->read_dense(d.ids["g10"], 0)->k;
+  EXPECT_EQ(std::memcmp(first.data(), last.data(), first.size() * sizeof(float)), 0);
+  EXPECT_GE(d.cache->stats().copies, 9);
+}
+
+TEST(Cache, OddGeometriesForkAndCopy) {  // O-LIFE-10, O-NUM-09
+  for (const Format format : {Format::kQ8, Format::kQ4, Format::kF16})
+    for (const int64_t block_size : {1, 3}) {
+      Desk d(
+          {.heads_q = 1, .heads_kv = 1, .dk = 7, .dv = 5, .formats = {format, format}, .block_size = block_size});
+      d.prefill("a", tokens(0, 4));
+      d.fork("a", "b");
+      d.expect_right("b", d.append("b", {9}));
+      d.expect_right("a", d.append("a", {8}));
+    }
+}
+
+TEST(Bits, AreTheSameColdAfterAHitAfterEvictionAndFromAFork) {
+  for (const auto& config : kConfigs) {
+    SCOPED_TRACE(text_of(config));
+    Desk d({.formats = config, .num_blocks = 24, .dynamic = false});
+    const auto prompt = tokens(0, 150);
+    const Outputs cold = d.prefill("cold", prompt);
+    EXPECT_EQ(d.reused, 0);
+    d.expect_right("cold", cold);
+    d.close("cold");
+    EXPECT_TRUE(same_bits(d.prefill("hit", prompt), cold));
+    EXPECT_EQ(d.reused, 149);
+    d.close("hit");
+    d.prefill("other", tokens(1000, 1000 + 24 * 16));  // takes every block
+    d.close("other");
+    EXPECT_TRUE(same_bits(d.prefill("evicted", prompt), cold));
+    EXPECT_LT(d.reused, 149);
+    ASSERT_TRUE(d.truncate("evicted", 149).ok());
+    d.fork("evicted", "fork");
+    EXPECT_TRUE(same_bits(d.append("fork", {149}), cold));
+    EXPECT_TRUE(same_bits(d.append("evicted", {149}), cold));
+    const Stats stats = d.cache->stats();
+    EXPECT_GT(stats.evictions, 0);
+    EXPECT_GT(stats.hit_tokens, 0);
+  }
+}
+
+TEST(Bits, DoNotDependOnThreadsChunksNeighboursOrBlockOrder) {
+  for (const auto& config : kConfigs) {
+    SCOPED_TRACE(text_of(config));
+    const auto prompt = tokens(0, 300);
+    Desk plain({.formats = config, .sharing = false});
+    const Outputs expected = plain.prefill("a", prompt);
+    for (const int threads : {2, 3})
+      for (const size_t chunk : {size_t{1}, size_t{7}, size_t{64}, size_t{1000}}) {
+        Desk other({.formats = config, .sharing = false, .threads = threads});
+        EXPECT_TRUE(same_bits(other.prefill("a", prompt, chunk), expected))
+            << threads << " threads, chunks of " << chunk;
+      }
+    // In a batch of seven, over a table whose order is shuffled by earlier use, in both arenas.
+    for (const ArenaOrder arena : {ArenaOrder::kBlockMajor, ArenaOrder::kLayerMajor}) {
+      Desk busy({.formats = config, .num_blocks = 200, .sharing = false, .arena = arena, .threads = 2});
+      for (int i = 0; i < 12; ++i) busy.prefill("x" + std::to_string(i), tokens(0, 40));
+      for (int i = 0; i < 12; i += 2) busy.close("x" + std::to_string(i));
+      busy.prefill("a", tokens(0, 299), 17);
+      Desk::Batch batch = {{"x1", {5}}, {"x3", {1, 2, 3}},     {"x5", tokens(0, 20)}, {"a", {299}},
+                           {"x7", {1}}, {"x9", tokens(5, 13)}, {"x11", {3}}};
+      EXPECT_TRUE(same_bits(busy.step(batch)["a"], expected)) << arena_order_name(arena);
+    }
+  }
+}
+
+TEST(Bits, EveryInstructionSetIsRight) {
+  for (const char* isa : {"scalar", "avx2", "avx512"}) {
+    const GroupSpec group{.shape = {1, 8, 8, {}}, .layers = {0}};
+    if (!Cache::create({.groups = {group}, .isa = isa}).ok()) continue;
+    for (const auto& config : kConfigs) {
+      Desk d({.formats = config, .isa = isa});
+      d.prefill("a", tokens(0, 100), 33);
+      d.expect_right("a", d.append("a", {5}));
+      EXPECT_EQ(d.cache->isa(), isa);
+    }
+  }
+  EXPECT_EQ(Cache::create({.groups = {{.shape = {1, 8, 8, {}}, .layers = {0}}}, .isa = "mmx"}).status().code(),
+            Code::kInvalidArgument);
+}
+
+TEST(Memory, APoolOfOneBlockFollowsUseUpAndDown) {
+  for (const ArenaOrder arena : {ArenaOrder::kBlockMajor, ArenaOrder::kLayerMajor}) {
+    Desk d({.heads_q = 8,
+            .heads_kv = 8,
+            .dk = 128,
+            .dv = 128,
+            .layers = 4,
+            .num_blocks = 1,
+            .sharing = false,
+            .arena = arena});
+    const auto rule = [&] {
+      const Stats s = d.cache->stats();
+      EXPECT_LE(s.bytes_committed, s.bytes_in_use + s.extent_bytes);
+      EXPECT_LE(s.bytes_resident, s.bytes_committed);
+      return s;
+    };
+    const std::byte* base = d.cache->tensors(2)->k.data;
+    const int64_t floor = rule().bytes_committed;
+    for (int i = 0; i < 40; ++i) {
+      d.prefill("s" + std::to_string(i), tokens(0, 64), 64);
+      rule();
+    }
+    const Stats peak = rule();
+    EXPECT_GT(peak.bytes_resident, 4 << 20);
+    for (int i = 39; i >= 0; --i) {
+      d.close("s" + std::to_string(i));
+      rule();
+    }
+    const Stats after = rule();
+    EXPECT_LT(after.bytes_resident, peak.bytes_resident / 2);
+    EXPECT_LE(after.bytes_committed, floor + after.extent_bytes);
+    EXPECT_GT(after.shrink_events, 0);
+    EXPECT_EQ(after.growth_bytes_copied, 0);
+    EXPECT_EQ(d.cache->tensors(2)->k.data, base);
+    EXPECT_EQ(after.dense_materializations, 0);
+  }
+}
+
+TEST(Memory, WithDynamicOffAFullPoolIsACapacityErrorWithNeedAndHave) {
+  Desk d({.block_size = 16, .num_blocks = 8, .dynamic = false, .sharing = false});
+  d.prefill("a", tokens(0, 64));
+  d.start("b", tokens(0, 214));
+  d.step({{"b", tokens(0, 214)}});
+  EXPECT_EQ(d.last.code(), Code::kCapacity);
+  EXPECT_NE(d.last.message().find("need 214 tokens (14 blocks), have 64 tokens (4 blocks)"), std::string::npos)
+      << d.last.message();
+  d.expect_right("a", d.append("a", {1}));
+  EXPECT_EQ(d.cache->capacity(), Tokens(128));
+}
+
+TEST(Memory, WithDynamicOnKvMemoryIsTheLimitAndIsNamed) {
+  Desk d({.heads_q = 8,
+          .heads_kv = 8,
+          .dk = 128,
+          .dv = 128,
+          .layers = 4,
+          .num_blocks = 1,
+          .sharing = false,
+          .kv_memory = Bytes(8 << 20)});
+  d.start("a", {});
+  d.step({{"a", tokens(0, 2000)}});
+  EXPECT_EQ(d.last.code(), Code::kCapacity);
+  EXPECT_NE(d.last.message().find("kv_memory 8.0 MiB"), std::string::npos) << d.last.message();
+  EXPECT_TRUE(d.cache->verify().ok());
+  const Stats s = d.cache->stats();
+  EXPECT_LE(s.bytes_committed, s.extent_bytes * 2);  // what the failed reserve had grown went back
+  d.expect_right("a", d.append("a", {1}));
+}
+
+TEST(Errors, NotFiniteRowsRejectTheirSequenceAloneWithLayerHeadAndPosition) {  // O-SHARE-14
+  Desk d({.block_size = 4});
+  d.prefill("good", tokens(0, 5));
+  d.prefill("bad", tokens(50, 55));
+  const StepRequest requests[] = {{d.ids["good"], {}, Tokens(2)}, {d.ids["bad"], {}, Tokens(2)}};
+  auto plan = d.cache->reserve(requests);
+  ASSERT_TRUE(plan.ok());
+  std::vector<float> k(size_t(4 * d.o.heads_kv * d.o.dk), 0.5f), v = k;
+  for (int layer = 0; layer < 2; ++layer) {
+    if (layer == 1) k[size_t((3 * d.o.heads_kv + 1) * d.o.dk + 5)] = NAN;  // token 3 of the step, KV head 1
+    ASSERT_TRUE(d.cache->append(*plan, layer, {k.data()}, {v.data()}).ok());
+  }
+  auto statuses = d.cache->commit(*plan);
+  ASSERT_TRUE(statuses.ok());
+  EXPECT_TRUE((*statuses)[0].ok());
+  EXPECT_EQ((*statuses)[1].code(), Code::kNotFinite);
+  for (const char* word : {"layer 1", "KV head 1", "position 6"})
+    EXPECT_NE((*statuses)[1].message().find(word), std::string::npos) << (*statuses)[1].message();
+  EXPECT_EQ(d.cache->length(d.ids["good"]).value(), Tokens(7));
+  EXPECT_EQ(d.cache->length(d.ids["bad"]).value(), Tokens(5));
+  d.expect_right("bad", d.append("bad", {9}));
+  EXPECT_TRUE(d.cache->verify().ok());
+}
+
+TEST(Errors, SizesThatCannotWorkAreRefusedAtCreationWithTheirLimit) {
+  const GroupSpec group{.shape = {2, 64, 64, {}}, .num_q_heads = 4, .layers = {0}};
+  const auto refused = [](CacheOptions options) {
+    auto made = Cache::create(std::move(options));
+    EXPECT_FALSE(made.ok());
+    return made.status().message();
+  };
+  EXPECT_NE(refused({.groups = {group}, .block_size = Tokens(0)}).find("block_size is 0"), std::string::npos);
+  EXPECT_NE(refused({.groups = {group}, .block_size = Tokens(int64_t{1} << 40)}).find("1 to 256"),
+            std::string::npos);
+  EXPECT_NE(refused({.groups = {group}, .num_blocks = Blocks(int64_t{1} << 31)}).find("2147483647"),
+            std::string::npos);
+  EXPECT_NE(refused({.groups = {group}, .num_blocks = Blocks(0)}).find("num_blocks is 0"), std::string::npos);
+  EXPECT_NE(
+      refused({.groups = {group}, .num_blocks = Blocks(1 << 20), .kv_memory = Bytes(1 << 20)}).find("kv_memory"),
+      std::string::npos);
+  EXPECT_NE(refused({}).find("no groups"), std::string::npos);
+  EXPECT_NE(refused({.groups = {group, group}}).find("layer 0 is in two groups"), std::string::npos);
+  GroupSpec bad = group;
+  bad.num_q_heads = 3;
+  EXPECT_NE(refused({.groups = {bad}}).find("3 query heads"), std::string::npos);
+}
+
+TEST(Errors, APlanOfAnotherCacheOrAnEndedStepIsRefused) {
+  Desk a({}), b({});
+  a.prefill("s", tokens(0, 4));
+  const StepRequest request{a.ids["s"], {}, Tokens(1)};
+  auto plan = a.cache->reserve({&request, 1});
+  ASSERT_TRUE(plan.ok());
+  std::vector<float> row(size_t(a.o.heads_kv * a.o.dk));
+  EXPECT_EQ(b.cache->append(*plan, 0, {row.data()}, {row.data()}).code(), Code::kInvalidArgument);
+  EXPECT_EQ(a.cache->append(*plan, 9, {row.data()}, {row.data()}).code(), Code::kInvalidArgument);
+  EXPECT_EQ(a.cache->attend({.plan = *plan, .q = row.data(), .out = row.data()}).code(),
+            Code::kInvalidArgument);  // no scratch
+  a.cache->abandon(*plan);
+  EXPECT_EQ(a.cache->append(*plan, 0, {row.data()}, {row.data()}).code(), Code::kInvalidArgument);
+  EXPECT_EQ(a.cache->commit(*plan).status().code(), Code::kInvalidArgument);
+}
+
+TEST(Stats, OneSchemaCountsWhatHappened) {
+  Desk d({.block_size = 4, .num_blocks = 16});
+  d.prefill("a", tokens(0, 10));
+  d.close("a");
+  d.prefill("b", tokens(0, 10));
+  const Stats s = d.cache->stats();
+  EXPECT_EQ(s.blocks_free + s.blocks_open + s.blocks_full + s.blocks_shared + s.blocks_cached, s.blocks_total);
+  EXPECT_EQ(s.hit_tokens, 9);
+  EXPECT_EQ(s.hits_by_reason.at("last_token"), 1);
+  EXPECT_EQ(s.hits_by_reason.at("new"), 10);
+  EXPECT_EQ(s.dense_materializations, 0);
+  EXPECT_GT(s.block_utilization, 0);
+  EXPECT_LE(s.block_utilization, 1);
+  EXPECT_EQ(s.kernel_calls.at("attend." + std::string(d.cache->isa())), 2 * 2);
+  const std::string json = to_json(s);
+  for (const char* name : {"bytes_reserved",
+                           "bytes_committed",
+                           "bytes_resident",
+                           "bytes_in_use",
+                           "blocks_total",
+                           "blocks_free",
+                           "blocks_open",
+                           "blocks_full",
+                           "blocks_shared",
+                           "blocks_cached",
+                           "block_utilization",
+                           "tokens",
+                           "alloc_events",
+                           "growth_events",
+                           "growth_bytes_copied",
+                           "shrink_events",
+                           "dense_materializations",
+                           "dequantized_rows",
+                           "floor_clamped_rows",
+                           "saturated_values",
+                           "fallbacks",
+                           "kernel_calls",
+                           "hits",
+                           "copies"})
+    EXPECT_NE(json.find("\"" + std::string(name) + "\""), std::string::npos) << name;
+}
+
+}  // namespace
+}  // namespace pagedkv

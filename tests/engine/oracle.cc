@@ -1,0 +1,92 @@
+#include "tests/engine/oracle.h"
+
+#include <llama.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+namespace pagedkv::engine {
+
+Oracle::Oracle(const std::string& path, const OracleOptions& options)
+    : model_(nullptr, llama_model_free), context_(nullptr, llama_free) {
+  llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
+  llama_backend_init();
+  auto model_params = llama_model_default_params();
+  model_params.n_gpu_layers = 0;
+  model_.reset(llama_model_load_from_file(path.c_str(), model_params));
+  if (!model_) throw std::runtime_error("libllama does not load " + path);
+  auto params = llama_context_default_params();
+  params.n_ctx = static_cast<uint32_t>(options.context);
+  params.n_batch = params.n_ubatch = static_cast<uint32_t>(std::min(options.context, 512));
+  params.n_threads = params.n_threads_batch = options.threads;
+  params.type_k = params.type_v = options.f16_kv ? GGML_TYPE_F16 : GGML_TYPE_F32;
+  params.flash_attn_type = options.flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+  context_.reset(llama_init_from_model(model_.get(), params));
+  if (!context_) throw std::runtime_error("libllama makes no context for " + path);
+  vocab_size_ = llama_vocab_n_tokens(llama_model_get_vocab(model_.get()));
+}
+
+Oracle::~Oracle() = default;
+
+std::vector<int32_t> Oracle::tokenize(const std::string& text) const {
+  std::vector<int32_t> tokens(text.size() + 8);
+  const int n = llama_tokenize(llama_model_get_vocab(model_.get()), text.data(), static_cast<int32_t>(text.size()),
+                               tokens.data(), static_cast<int32_t>(tokens.size()), true, false);
+  tokens.resize(static_cast<size_t>(std::max(n, 0)));
+  return tokens;
+}
+
+std::vector<float> Oracle::logits(std::span<const int32_t> tokens, int chunk) {
+  llama_memory_clear(llama_get_memory(context_.get()), true);
+  std::vector<float> out;
+  out.reserve(tokens.size() * static_cast<size_t>(vocab_size_));
+  for (size_t at = 0; at < tokens.size();) {
+    const auto n = static_cast<int>(std::min(tokens.size() - at, static_cast<size_t>(chunk)));
+    llama_batch batch = llama_batch_init(n, 0, 1);
+    batch.n_tokens = n;
+    for (int i = 0; i < n; ++i) {
+      batch.token[i] = tokens[at + static_cast<size_t>(i)];
+      batch.pos[i] = static_cast<llama_pos>(at) + i;
+      batch.n_seq_id[i] = 1;
+      batch.seq_id[i][0] = 0;
+      batch.logits[i] = 1;
+    }
+    const int status = llama_decode(context_.get(), batch);
+    llama_batch_free(batch);
+    if (status != 0) throw std::runtime_error("llama_decode failed");
+    const float* rows = llama_get_logits(context_.get());
+    out.insert(out.end(), rows, rows + static_cast<int64_t>(n) * vocab_size_);
+    at += static_cast<size_t>(n);
+  }
+  return out;
+}
+
+double worst_error(std::span<const float> a, std::span<const float> b, int64_t width) {
+  if (a.size() != b.size()) return INFINITY;
+  double worst = 0;
+  for (size_t row = 0; row < b.size(); row += static_cast<size_t>(width)) {
+    double sum = 0, squares = 0, error = 0;
+    for (size_t i = row; i < row + static_cast<size_t>(width); ++i) {
+      sum += b[i];
+      squares += static_cast<double>(b[i]) * b[i];
+      const double difference = std::fabs(static_cast<double>(a[i]) - b[i]);
+      if (!(difference <= error)) error = difference;  // NaN stays
+    }
+    const double mean = sum / static_cast<double>(width);
+    const double deviation = std::sqrt(squares / static_cast<double>(width) - mean * mean);
+    if (!(error / deviation <= worst)) worst = error / deviation;
+  }
+  return worst;
+}
+
+int64_t argmax(std::span<const float> row) { return std::max_element(row.begin(), row.end()) - row.begin(); }
+
+double log_probability(std::span<const float> row, int32_t token) {
+  const float most = *std::max_element(row.begin(), row.end());
+  double sum = 0;
+  for (float x : row) sum += std::exp(static_cast<double>(x) - most);
+  return static_cast<double>(row[static_cast<size_t>(token)]) - most - std::log(sum);
+}
+
+}  // namespace pagedkv::engine

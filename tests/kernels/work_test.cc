@@ -1,0 +1,147 @@
+// plan_work, merge_states, and the table of entries.
+#include <chrono>
+#include <map>
+
+#include "tests/kernels/paged_world.h"
+
+namespace pagedkv {
+namespace {
+
+struct Plan {
+  std::vector<int32_t> lens, starts = {0};
+  std::vector<kernels::WorkItem> items;
+  std::vector<kernels::MergeItem> merges;
+  WorkTotals totals;
+
+  // {length, new tokens} by sequence
+  Plan(const std::vector<std::pair<int, int>>& sequences, int64_t window, int64_t kv_heads = 2,
+       int64_t q_heads = 4) {
+    for (const auto& [length, n_new] : sequences) {
+      lens.push_back(length);
+      starts.push_back(starts.back() + n_new);
+    }
+    const kernels::Batch batch{.n_sequences = int64_t(lens.size()),
+                               .n_tokens = starts.back(),
+                               .seq_lens = lens.data(),
+                               .query_start_loc = starts.data()};
+    totals = plan_work(batch, {.num_q_heads = q_heads, .sliding_window = window}, kv_heads, items, merges);
+  }
+};
+
+TEST(PlanWork, EveryRowIsInOneItemOrInOneOfEveryRun) {
+  for (int64_t window : {0, 1, 100, 300, 5000}) {
+    const Plan plan({{1, 1}, {0, 0}, {2000, 1}, {700, 700}, {256, 8}, {257, 8}, {3, 9}, {5000, 9}}, window);
+    std::map<std::pair<int32_t, int32_t>, int> seen;  // (row, run or -1) -> items
+    int64_t cost = 0, partials = 0;
+    for (const kernels::WorkItem& item : plan.items) {
+      EXPECT_EQ(item.cost_before, cost);
+      EXPECT_GT(item.cost, 0);
+      cost += item.cost * 2;
+      EXPECT_GE(item.row_begin, plan.starts[size_t(item.sequence)]);
+      EXPECT_LE(item.row_end, plan.starts[size_t(item.sequence) + 1]);
+      EXPECT_LE(item.row_end - item.row_begin, kernels::kRowTile);
+      if (item.partial >= 0) {
+        EXPECT_EQ(item.partial, partials);
+        EXPECT_EQ(item.run_end, item.run_begin + 1);
+        partials += (item.row_end - item.row_begin) * 4;
+      }
+      for (int32_t row = item.row_begin; row < item.row_end; ++row) {
+        EXPECT_EQ(seen[std::pair(row, item.partial >= 0 ? item.run_begin : -1)]++, 0);
+      }
+    }
+    EXPECT_EQ(cost, plan.totals.total_cost);
+    EXPECT_EQ(partials, plan.totals.n_partials);
+    for (int32_t row = 0; row < plan.starts.back(); ++row) {
+      const bool split = std::any_of(plan.merges.begin(), plan.merges.end(), [&](const kernels::MergeItem& merge) {
+        return row >= merge.row_begin && row < merge.row_end;
+      });
+      EXPECT_EQ(seen.count(std::pair(row, -1)), split ? 0u : 1u);
+    }
+    for (const kernels::MergeItem& merge : plan.merges) {
+      EXPECT_GT(merge.run_end - merge.run_begin, 1);
+      for (int32_t run = merge.run_begin; run < merge.run_end; ++run) {
+        EXPECT_EQ(seen.count(std::pair(merge.row_begin, run)), 1u);
+      }
+    }
+  }
+}
+
+TEST(PlanWork, RunsBehindTheWindowAreNotVisited) {
+  const Plan plan({{10000, 1}}, 300);
+  ASSERT_EQ(plan.items.size(), 3u);  // keys 9700 to 9999
+  EXPECT_EQ(plan.items[0].run_begin, 9700 / 256);
+  EXPECT_EQ(plan.items[2].run_begin, 9999 / 256);
+}
+
+TEST(PlanWork, ABigDecodeBatchIsPlannedInNoTime) {
+  const std::vector<std::pair<int, int>> sequences(256, {8192, 1});
+  Plan plan(sequences, 0, 8, 32);
+  EXPECT_EQ(plan.items.size(), 256u * 32);
+  double best = 1;
+  for (int i = 0; i < 20; ++i) {
+    const kernels::Batch batch{
+        .n_sequences = 256, .n_tokens = 256, .seq_lens = plan.lens.data(), .query_start_loc = plan.starts.data()};
+    const auto begin = std::chrono::steady_clock::now();
+    plan_work(batch, {.num_q_heads = 32}, 8, plan.items, plan.merges);
+    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+  }
+  EXPECT_LT(best, 5e-3);  // about 15 us in a release build; the bar leaves room for sanitizers
+}
+
+TEST(MergeStates, TwoHalvesMakeTheWhole) {
+  World w({.entry = *kernels::find_entry({}),
+           .format_k = Format::kF32,
+           .format_v = Format::kF32,
+           .group = 3,
+           .lengths = {200}});
+  World first({.entry = *kernels::find_entry({}),
+               .format_k = Format::kF32,
+               .format_v = Format::kF32,
+               .group = 3,
+               .lengths = {200}});
+  const Rows whole = w.attend({{0, 200, 1}});
+  // Blocks 0-4 in one partial result, 5-12 in the other: the rest of the table names nothing.
+  Rows halves[2];
+  for (int half = 0; half < 2; ++half) {
+    std::vector<int32_t> table = first.tables()[0];
+    for (size_t b = 0; b < table.size(); ++b) {
+      if ((b < 5) != (half == 0)) first.tables()[0][b] = -1;
+    }
+    halves[half] = first.attend({{0, 200, 1}});
+    first.tables()[0] = table;
+  }
+  merge_states(halves[0].out.data(), halves[0].lse.data(), halves[1].out.data(), halves[1].lse.data(), 3, 64);
+  for (size_t i = 0; i < whole.out.size(); ++i) EXPECT_NEAR(halves[0].out[i], whole.out[i], 1e-5f);
+  for (size_t i = 0; i < whole.lse.size(); ++i) EXPECT_NEAR(halves[0].lse[i], whole.lse[i], 1e-5f);
+}
+
+TEST(Entries, TheBestComesFirstAndTheScalarOneRunsEverywhere) {
+  ASSERT_FALSE(kernels::entries().empty());
+  EXPECT_EQ(kernels::entries().back().name, "scalar");
+  EXPECT_TRUE(kernels::entries().back().supported());
+  EXPECT_EQ(kernels::find_entry({}), supported_entries().front());
+  EXPECT_EQ(kernels::find_entry("scalar"), &kernels::entries().back());
+  EXPECT_EQ(kernels::find_entry("mmx"), nullptr);
+}
+
+TEST(Entries, QuantizeTheSameBytes) {
+  std::mt19937_64 random(9);
+  std::normal_distribution<float> gauss;
+  std::vector<float> x(200 * 96);
+  for (float& v : x) v = gauss(random);
+  for (Format format : kAllFormats) {
+    std::vector<std::vector<std::byte>> results;
+    for_each_entry([&](const kernels::Entry& entry) {
+      std::vector<std::byte> bytes(size_t(200 * row_bytes(format, 96).n));
+      std::vector<float> scales(200);
+      EXPECT_EQ(entry.quantize(x.data(), 200, 96, format, bytes.data(), scales.data()), -1);
+      const auto* first = reinterpret_cast<const std::byte*>(scales.data());
+      bytes.insert(bytes.end(), first, first + 800);
+      results.push_back(bytes);
+      EXPECT_EQ(results.back(), results.front());
+    });
+  }
+}
+
+}  // namespace
+}  // namespace pagedkv
