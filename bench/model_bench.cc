@@ -17,7 +17,7 @@ constexpr int kRounds = 5;        // ours and the peer's, in turn
 constexpr int kDecodeSteps = 24;  // a round
 constexpr int64_t kPrefill = 512;
 // After a round the other side's threads may still spin; they sleep after this.
-constexpr auto kPause = std::chrono::milliseconds(50);
+constexpr auto kPause = std::chrono::milliseconds(150);
 
 // Text that every vocabulary can spell, long enough for any depth.
 Result<std::vector<int32_t>> some_tokens(const engine::Engine& engine, int64_t n) {

@@ -4,7 +4,6 @@
 
 #include <ggml.h>
 
-#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>

@@ -3,6 +3,7 @@
 #include <cctype>
 #include <cstdlib>
 
+#include "base/notice.h"
 #include "base/text.h"
 #include "pagedkv/format.h"
 
@@ -34,6 +35,9 @@ Result<KvQuantConfig> kv_quant_from_env() {
   if (!found) return KvQuantConfig{};
   auto config = parse_kv_quant(found->value);
   if (!config.ok()) return invalid_argument(str(found->name, ": ", config.status().message()));
+  if (is_foreign_spelling(found->value)) {
+    notice(str(found->name, "=", found->value, " is the format with one scale a row, not ggml's groups of 32"));
+  }
   return config;
 }
 

@@ -1,6 +1,4 @@
 // The table of kernel entries, best first.
-#include <vector>
-
 #include "kernels/isa.h"
 
 namespace pagedkv::kernels {
@@ -21,24 +19,28 @@ bool has_avx2() { return false; }
 #endif
 bool has_anything() { return true; }
 
-std::vector<Entry> build_table() {
-  std::vector<Entry> table;
-  const auto add = [&](std::string_view name, bool (*supported)(), const IsaFunctions* f) {
+struct Table {
+  Entry entries[3];
+  size_t size = 0;
+
+  Table() {
+    add("avx512", has_avx512, avx512_functions());
+    add("avx2", has_avx2, avx2_functions());
+    add("scalar", has_anything, scalar_functions());
+  }
+  // A set that this build has no code for stays out.
+  void add(std::string_view name, bool (*supported)(), const IsaFunctions* f) {
     if (f == nullptr) return;
-    table.push_back(
-        {name, supported, f->append, f->attend, f->merge, f->part_scratch_bytes, f->quantize, f->dequantize});
-  };
-  add("avx512", has_avx512, avx512_functions());
-  add("avx2", has_avx2, avx2_functions());
-  add("scalar", has_anything, scalar_functions());
-  return table;
-}
+    entries[size++] = {name,        supported,    f->append, f->attend, f->merge, f->part_scratch_bytes,
+                       f->quantize, f->dequantize};
+  }
+};
 
 }  // namespace
 
 std::span<const Entry> entries() {
-  static const std::vector<Entry> table = build_table();
-  return table;
+  static const Table table;
+  return {table.entries, table.size};
 }
 
 const Entry* find_entry(std::string_view name) {

@@ -9,6 +9,7 @@
 #include "base/half.h"
 #include "base/hash.h"
 #include "pagedkv/format.h"
+#include "pagedkv/log.h"
 #include "pagedkv/paged_kv_cache.h"
 
 namespace pagedkv {
@@ -55,6 +56,18 @@ TEST_F(Environment, OursComesBeforeTheArticlesNamesAndEmptyCountsAsUnset) {
   EXPECT_EQ(kv_quant_from_env()->k, Format::kQ6);
   set("PAGEDKV_QUANT", "");
   EXPECT_EQ(kv_quant_from_env()->k, Format::kQ8);
+}
+
+TEST_F(Environment, ASpellingOfAnotherFormatElsewhereGivesOneNotice) {
+  int notices = 0;
+  set_log_sink([&](std::string_view) { ++notices; });
+  set("PAGEDKV_QUANT", "q8_0");
+  EXPECT_EQ(kv_quant_from_env()->k, Format::kQ8);
+  EXPECT_EQ(notices, 1);
+  set("PAGEDKV_QUANT", "q8");
+  EXPECT_EQ(kv_quant_from_env()->k, Format::kQ8);
+  EXPECT_EQ(notices, 1);
+  set_log_sink({});
 }
 
 TEST_F(Environment, AnUnknownModeNamesTheVariableTheValueAndTheModes) {

@@ -4,8 +4,8 @@
 // flash kernel (which accumulates in f16) and without. With quantized weights ggml also rounds activations to 8
 // bits, which turns the smallest difference into another rounding: over 2,048 tokens libllama's own two kernels
 // differ by 0.4 % in perplexity and in 2.5 % of the best tokens. The bounds are therefore 0.2 % and 0.2 points
-// beyond two standard errors of the difference. With the same model dequantized to f32, where nothing is rounded,
-// the plain bounds hold: 15.1030 against 15.1026, and 99.95 % of the best tokens.
+// outside of what libllama's kernels give, and two standard errors. With the same model dequantized to f32, where
+// nothing is rounded, the plain bounds hold: 15.1030 against 15.1026 and 15.1031, and 99.95 % of the best tokens.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -92,7 +92,10 @@ TEST(SmolLM2, PredictsWikiTextAsWellAsLibllama) {
       "perplexity: pagedkv %.4f, libllama %.4f, its flash kernel %.4f; standard error of the ratio %.2f %%\n",
       ours.perplexity, plain.perplexity, flash.perplexity, 100 * error);
   std::printf("same best token as libllama: pagedkv %.2f %%, its flash kernel %.2f %%\n", same, noise);
-  EXPECT_NEAR(ours.perplexity / plain.perplexity, 1, 0.002 + 2 * error);
+  const auto [low, high] = std::minmax(plain.perplexity, flash.perplexity);
+  const double slack = 0.002 + 2 * error;
+  EXPECT_GE(ours.perplexity, low * (1 - slack));
+  EXPECT_LE(ours.perplexity, high * (1 + slack));
   EXPECT_GE(same, noise - 0.2 - 2 * share_error);
 }
 
