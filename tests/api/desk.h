@@ -144,7 +144,7 @@ class Desk {
     if (status.ok()) histories[name].resize(size_t(length));
     return status;
   }
-  void close(const std::string& name) {
+  void close(std::string name) {
     EXPECT_TRUE(cache->release(ids[name]).ok());
     ids.erase(name);
     histories.erase(name);

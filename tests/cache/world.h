@@ -155,7 +155,7 @@ class World {
     if (status.ok()) history[name].resize(size_t(length));
     return status;
   }
-  void close(const std::string& name) {
+  void close(std::string name) {
     EXPECT_TRUE(core->release(ids[name]).ok());
     ids.erase(name);
     history.erase(name);
