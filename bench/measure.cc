@@ -74,7 +74,7 @@ double read_bandwidth(Team& team, const HugeBuffer& buffer) {
 }
 
 double fma_peak(Team& team) {
-  constexpr int64_t kRounds = 1'000'000;
+  constexpr int64_t kRounds = 5'000'000;
   double best = 0;
   for (int sample = 0; sample < 5; ++sample) {
     const double begin = now_seconds();

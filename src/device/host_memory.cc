@@ -146,7 +146,7 @@ int64_t memory_limit() {
 
 int64_t cgroup_room() {
   int64_t room = kNoLimit;
-  static const Cgroup group = memory_cgroup();
+  const Cgroup group = memory_cgroup();
   for_each_cgroup(group, [&](const std::string& folder) {
     const int64_t limit = read_number(folder + (group.v2 ? "/memory.max" : "/memory.limit_in_bytes"));
     if (limit >= kNoLimit / 2) return;

@@ -4,10 +4,13 @@
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstring>
+#include <fstream>
+#include <string>
 
 #include "pagedkv/log.h"
 
@@ -208,6 +211,49 @@ TEST(Arena, UnderUlimitVTheReservationIsHalvedUntilItFitsAndThatIsReported) {
     (*made)->tensors(0, 1).k.data[0] = std::byte{1};
     return 0;
   });
+  EXPECT_EQ(code, 0);
+}
+
+// A memory cgroup of this test's own below the one it runs in; empty where cgroups cannot be made.
+std::string make_cgroup(int64_t limit) {
+  std::ifstream file("/proc/self/cgroup");
+  for (std::string line; std::getline(file, line);) {
+    const bool v1 = line.find(":memory:") != std::string::npos, v2 = line.starts_with("0::");
+    if (!v1 && !v2) continue;
+    const std::string own = line.substr(line.rfind(':') + 1);
+    const std::string folder =
+        (v1 ? "/sys/fs/cgroup/memory" : "/sys/fs/cgroup") + own + "/pagedkv_test_" + std::to_string(getpid());
+    if (mkdir(folder.c_str(), 0755) != 0) continue;
+    std::ofstream out(folder + (v1 ? "/memory.limit_in_bytes" : "/memory.max"));
+    if (out << limit << std::flush) return folder;
+    rmdir(folder.c_str());
+  }
+  return {};
+}
+
+TEST(Arena, UnderACgroupTheLimitIsAMessageAndNotAKill) {
+  const std::string folder = make_cgroup(int64_t{128} << 20);
+  if (folder.empty()) GTEST_SKIP() << "no memory cgroup can be made here";
+  const int code = in_child([&] {
+    std::ofstream(folder + "/cgroup.procs") << getpid() << std::flush;
+    if (memory_limit() != int64_t{128} << 20) return 2;
+    MemoryBudget budget{.limit = int64_t{1} << 40};
+    auto made = Arena::create(plan_image(group(32, 128, 128, kF16Only, 4), 16, ArenaOrder::kBlockMajor).value(), 1,
+                              4000, budget);
+    if (!made.ok()) return 3;
+    for (int64_t extent = 0; extent < 2000; ++extent) {
+      const Status status = (*made)->commit(extent);
+      if (status.ok()) {  // touch it all
+        std::memset((*made)->tensors(0, 4000).k.data + extent * (*made)->layout().extent_bytes, 1,
+                    size_t((*made)->layout().extent_bytes));
+        continue;
+      }
+      if (status.code() != Code::kCapacity || status.message().find("cgroup") == std::string::npos) return 4;
+      return extent > 20 && extent < 64 ? 0 : 5;
+    }
+    return 6;
+  });
+  rmdir(folder.c_str());
   EXPECT_EQ(code, 0);
 }
 
