@@ -19,6 +19,7 @@ struct BenchOptions {
   std::string peer;                // "" (none), "ggml" or "llama": measured in turn, in the same process
   int threads = 0;                 // 0: engine::default_threads()
   std::string model;               // path of a GGUF file; model cases only
+  bool reproducible = false;       // model cases: EngineOptions::reproducible
   bool json = false;               // the caller prints the records; the table is then for stderr
 };
 
@@ -49,5 +50,9 @@ struct Record {
 Result<std::vector<Record>> bench_cache(const BenchOptions& options, std::ostream& table);
 Result<std::vector<Record>> bench_kernels(const BenchOptions& options, std::ostream& table);
 Result<std::vector<Record>> bench_model(const BenchOptions& options, std::ostream& table);
+
+// Bytes a second that so many threads read from memory on 2 MiB pages, the best of five; 0: no memory to try it
+// with.
+double read_rate(int threads);
 
 }  // namespace pagedkv::bench

@@ -6,6 +6,9 @@
 #include <atomic>
 #include <cstring>
 
+#include "bench/bench.h"
+#include "engine/engine.h"
+
 namespace pagedkv::bench {
 namespace {
 
@@ -58,6 +61,8 @@ std::atomic<uint64_t> sink{0};  // keeps results alive
 
 HugeBuffer::HugeBuffer(int64_t bytes) : size_((bytes + kHuge - 1) / kHuge * kHuge) {
   data_ = static_cast<std::byte*>(std::aligned_alloc(size_t(kHuge), size_t(size_)));
+  if (data_ == nullptr) size_ = 0;
+  if (size_ == 0) return;
   madvise(data_, size_t(size_), MADV_HUGEPAGE);
   std::memset(data_, 1, size_t(size_));
 }
@@ -71,6 +76,18 @@ double read_bandwidth(Team& team, const HugeBuffer& buffer) {
     sink += read_all(buffer.data() + share * part.index, share);
   });
   return double(buffer.size()) / (now_seconds() - begin);
+}
+
+double read_rate(int threads) {
+  // A share of the memory that this process may use, where that is less: being killed for a measurement helps
+  // nobody.
+  const int64_t most = engine::machine_memory({}).limit.n / 8;
+  const HugeBuffer buffer(std::min({int64_t{1} << 29, 16 * last_level_cache(), most}));
+  if (buffer.size() == 0) return 0;
+  Team team(threads);
+  double best = 0;
+  for (int sample = 0; sample < 5; ++sample) best = std::max(best, read_bandwidth(team, buffer));
+  return best;
 }
 
 double fma_peak(Team& team) {

@@ -65,7 +65,7 @@ class Team {
   std::vector<std::jthread> threads_;
 };
 
-// Memory on 2 MiB pages where the system gives them; 64-byte aligned.
+// Memory on 2 MiB pages where the system gives them; 64-byte aligned. Its size is 0 when there is none.
 class HugeBuffer {
  public:
   explicit HugeBuffer(int64_t bytes);

@@ -6,7 +6,10 @@
 namespace pagedkv::cli {
 
 int run(const RunOptions& options);  // 130 when cancelled by Ctrl-C
+int perplexity(const PerplexityOptions& options);
 int inspect(const InspectOptions& options);
+int info(const InfoOptions& options);
+int completion(const CLI::App& app);  // a script for bash, on stdout
 int bench(const BenchCommand& command);
 
 }  // namespace pagedkv::cli

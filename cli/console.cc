@@ -100,21 +100,23 @@ std::string human_bytes(int64_t n) {
 
 ProgressBar::ProgressBar(std::string what) : what_(std::move(what)), enabled_(is_terminal(stderr)) {}
 
-void ProgressBar::show(double fraction) {
+void ProgressBar::show(double fraction, const std::string& note) {
   const int percent = static_cast<int>(std::clamp(fraction, 0.0, 1.0) * 100);
-  if (!enabled_ || percent == shown_percent_) return;
+  if (!enabled_ || (percent == shown_percent_ && note.empty())) return;
   shown_percent_ = percent;
   constexpr int kCells = 30;
   const int filled = percent * kCells / 100;
-  std::fprintf(stderr, "\r%s [%s%s] %3d %%", what_.c_str(), std::string(static_cast<size_t>(filled), '#').c_str(),
-               std::string(static_cast<size_t>(kCells - filled), '.').c_str(), percent);
+  const size_t wipe = shown_note_ > note.size() ? shown_note_ - note.size() : 0;
+  fmt::print(stderr, "\r{} [{:#<{}}{:.<{}}] {:3} %  {}{:{}}", what_, "", filled, "", kCells - filled, percent, note,
+             "", wipe);
+  shown_note_ = note.size();
   std::fflush(stderr);
 }
 
 void ProgressBar::clear() {
   if (shown_percent_ < 0) return;
   shown_percent_ = -1;
-  std::fprintf(stderr, "\r%s\r", std::string(what_.size() + 42, ' ').c_str());
+  std::fprintf(stderr, "\r%s\r", std::string(what_.size() + 42 + shown_note_, ' ').c_str());
   std::fflush(stderr);
 }
 

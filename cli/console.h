@@ -32,13 +32,14 @@ class ProgressBar {
  public:
   explicit ProgressBar(std::string what);
   ~ProgressBar() { clear(); }
-  void show(double fraction);  // 0 .. 1
+  void show(double fraction, const std::string& note = "");  // 0 .. 1; the note stands behind the bar
   void clear();
 
  private:
   std::string what_;
   bool enabled_;
   int shown_percent_ = -1;
+  size_t shown_note_ = 0;  // its length, to be wiped
 };
 
 }  // namespace pagedkv::cli

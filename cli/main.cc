@@ -1,4 +1,5 @@
-// pagedkv run | inspect | bench. Exit codes: 0 done, 1 it failed, 2 the command line cannot be right, 130 Ctrl-C.
+// pagedkv run | perplexity | inspect | info | bench | completion. Exit codes: 0 done, 1 it failed, 2 the command
+// line cannot be right, 130 Ctrl-C.
 #include <fmt/format.h>
 
 #include <exception>
@@ -30,9 +31,21 @@ int main(int argc, char** argv) {
   CLI::App* run_command = add_command(app, "run", "answer one prompt; stdout gets the answer and nothing else");
   add_run_options(*run_command, run_options);
 
+  PerplexityOptions perplexity_options;
+  CLI::App* perplexity_command = add_command(app, "perplexity", "how well the model predicts a text, by format");
+  add_perplexity_options(*perplexity_command, perplexity_options);
+
   InspectOptions inspect_options;
   CLI::App* inspect_command = add_command(app, "inspect", "what a model's K and V take in each format");
   add_inspect_options(*inspect_command, inspect_options);
+
+  InfoOptions info_options;
+  CLI::App* info_command = add_command(app, "info", "this machine: CPU, kernels, memory and its speed");
+  add_info_options(*info_command, info_options);
+
+  CLI::App* completion_command = add_command(app, "completion", "a completion script for a shell, on stdout");
+  completion_command->require_subcommand(1);
+  add_command(*completion_command, "bash", "for bash: source <(pagedkv completion bash)");
 
   CLI::App* bench_command = add_command(app, "bench", "measure");
   bench_command->require_subcommand(1);
@@ -62,7 +75,10 @@ int main(int argc, char** argv) {
     return fail_usage(error.what(), name);
   }
   if (run_command->parsed()) return run(run_options);
+  if (perplexity_command->parsed()) return perplexity(perplexity_options);
   if (inspect_command->parsed()) return inspect(inspect_options);
+  if (info_command->parsed()) return info(info_options);
+  if (completion_command->parsed()) return completion(app);
   for (int i = 0; i < 3; ++i)
     if (bench_commands[i]->parsed()) return bench(benches[i]);
   return fail_usage("no command", "pagedkv");

@@ -141,8 +141,8 @@ CLI::Option* add_threads(CLI::App& command, int& threads) {
       whole(1, kMaxThreads, [&threads](int64_t n) { threads = static_cast<int>(n); }));
 }
 
-void add_json(CLI::App& command, bool& json, const std::string& help) {
-  command.add_flag("--json", json, wrapped(help));
+CLI::Option* add_json(CLI::App& command, bool& json, const std::string& help) {
+  return command.add_flag("--json", json, wrapped(help));
 }
 
 Take format_word(std::optional<Format>& target) {
@@ -155,14 +155,16 @@ Take format_word(std::optional<Format>& target) {
   };
 }
 
-// Where and how K and V are kept; `run` now, `serve` later.
+// The model, and where and how K and V are kept.
+void add_reproducible(CLI::App& command, bool& reproducible) {
+  command.add_flag("--reproducible", reproducible,
+                   wrapped("equal prompts give equal logits to the bit, however they are chunked, batched or found in "
+                           "the cache. Off by default: single tokens decode slower with it"));
+}
+
 void add_engine_options(CLI::App& command, EngineWords& words) {
   engine::EngineOptions& options = words.options;
   add_model(command, options.model_path)->required();
-  add(command, "-c,--context", "N",
-      "tokens of the longest sequence, prompt and answer together. Default: the context the model was trained for, "
-      "or what memory holds. Larger: longer conversations, more memory when they get long",
-      whole(1, kMaxPosition, [&options](int64_t n) { options.context = Tokens(n); }));
   add_threads(command, options.threads);
   auto* quant = add(command, "--kv-quant,--paged-kv-quant,--paged-kv-quantization,--kv-cache-dtype", "MODE",
                     "how K and V are stored: off (f16), f32, bf16, q8, q6, q4, or K:V such as q8:q4. Default: "
@@ -204,6 +206,7 @@ void add_engine_options(CLI::App& command, EngineWords& words) {
         }
         return invalid_argument(fmt::format("\"{}\" is neither block_major nor layer_major", word));
       });
+  add_reproducible(command, options.reproducible);
 }
 
 void add_sampling_options(CLI::App& command, engine::SamplingOptions& sampling) {
@@ -244,17 +247,28 @@ void set_help_style(CLI::App& command) { command.get_formatter()->column_width(k
 void add_run_options(CLI::App& command, RunOptions& options) {
   set_help_style(command);
   add_engine_options(command, options.engine);
+  add(command, "-c,--context", "N",
+      "tokens of the longest sequence, prompt and answer together. Default: the context the model was trained for, "
+      "or what memory holds. Larger: longer conversations, more memory when they get long",
+      whole(1, kMaxPosition, [&options](int64_t n) { options.engine.options.context = Tokens(n); }));
   auto* prompt = add(command, "-p,--prompt", "TEXT", "the question", text(options.prompt));
   auto* file = add(command, "-f,--file", "FILE",
                    "read the question from a file, - for stdin; one newline at its end is dropped",
                    text(options.prompt_file));
   prompt->excludes(file);
+  auto* interactive =
+      command
+          .add_flag("-i,--interactive", options.interactive,
+                    wrapped("a conversation: each line of stdin is a message, and only what is new is computed"))
+          ->excludes(prompt)
+          ->excludes(file);
   auto* system = add(command, "--system", "TEXT", "the system message of the chat template. Default: none",
                      text(options.system));
   command
       .add_flag("--raw", options.raw,
                 wrapped("give the prompt to the model as it is: no chat template, and control tokens in it count"))
-      ->excludes(system);
+      ->excludes(system)
+      ->excludes(interactive);
   add(command, "-n,--max-tokens", "N",
       "most tokens of the answer. Default: until the model ends it or the context is full",
       whole(1, kMaxPosition, [&options](int64_t n) { options.max_tokens = Tokens(n); }));
@@ -268,11 +282,39 @@ void add_run_options(CLI::App& command, RunOptions& options) {
       })
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   add_sampling_options(command, options.sampling);
-  command.add_flag("--stats", options.stats, wrapped("all counters of the cache on stderr, after the answer"));
-  add_json(command, options.json, "one JSON object on stdout instead of the answer as it comes");
-  command.final_callback([prompt, file] {
-    if (prompt->count() + file->count() == 0) throw CLI::RequiredError("--prompt TEXT or --file FILE");
+  command.add_flag("--stats", options.stats, wrapped("all counters of the cache on stderr, after the answer"))
+      ->excludes(interactive);
+  add_json(command, options.json, "one JSON object on stdout instead of the answer as it comes")
+      ->excludes(interactive);
+  command.final_callback([prompt, file, interactive] {
+    if (prompt->count() + file->count() + interactive->count() == 0)
+      throw CLI::RequiredError("--prompt TEXT or --file FILE or --interactive");
   });
+}
+
+void add_perplexity_options(CLI::App& command, PerplexityOptions& options) {
+  set_help_style(command);
+  add_engine_options(command, options.engine);
+  add(command, "-f,--file", "FILE", "the text, - for stdin", [&options](const std::string& word) {
+    options.text_path = word;
+    return Status();
+  })->required();
+  add(command, "-c,--context", "N",
+      "tokens of a chunk, 4 to the trained context, default 2048. Each chunk starts anew, its second half is "
+      "scored. Larger: more context for each scored token, lower figures",
+      whole(4, kMaxPosition, [&options](int64_t n) { options.chunk = Tokens(n); }));
+  add(command, "--chunks", "N", "only the first N chunks. Default: all. Larger: surer figures",
+      whole(1, kMaxPosition, [&options](int64_t n) { options.chunks = n; }));
+  add(command, "--reference", "MODE",
+      "also run with K and V stored so (off, f32, ... or K:V), and tell how far the two are apart",
+      [&options](const std::string& word) {
+        const auto config = parse_kv_quant(word);
+        if (!config.ok()) return config.status();
+        notice_foreign_spelling(word);
+        options.reference = *config;
+        return Status();
+      });
+  add_json(command, options.json, "one JSON object on stdout instead of the table");
 }
 
 void add_inspect_options(CLI::App& command, InspectOptions& options) {
@@ -283,6 +325,11 @@ void add_inspect_options(CLI::App& command, InspectOptions& options) {
       whole(1, kMaxPosition, [&options](int64_t n) { options.context = Tokens(n); }));
   add_block_size(command, options.block_size);
   add_kv_memory(command, options.kv_memory);
+  add_json(command, options.json, "one JSON object on stdout instead of the table");
+}
+
+void add_info_options(CLI::App& command, InfoOptions& options) {
+  set_help_style(command);
   add_json(command, options.json, "one JSON object on stdout instead of the table");
 }
 
@@ -320,6 +367,7 @@ void add_bench_options(CLI::App& command, BenchCommand& bench) {
         "for more",
         whole(0, kMaxPosition, [&options](int64_t n) { options.depths.push_back(n); }))
         ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+    add_reproducible(command, options.reproducible);
   }
   add_threads(command, options.threads);
   add_json(command, options.json, "one JSON array of records on stdout; the table goes to stderr");

@@ -31,13 +31,24 @@ struct EngineWords {
 struct RunOptions {
   EngineWords engine;
   engine::SamplingOptions sampling;
-  std::optional<std::string> prompt;       // one of these two is given
+  // One of these three is given.
+  std::optional<std::string> prompt;
   std::optional<std::string> prompt_file;  // "-": stdin
+  bool interactive = false;
   std::optional<std::string> system;
   std::optional<Tokens> max_tokens;  // none: until the context is full
   std::vector<std::string> stop;
   bool raw = false;
   bool stats = false;
+  bool json = false;
+};
+
+struct PerplexityOptions {
+  EngineWords engine;
+  std::string text_path;
+  Tokens chunk{2048};
+  int64_t chunks = 0;  // 0: all that the text has
+  std::optional<KvQuantConfig> reference;
   bool json = false;
 };
 
@@ -49,6 +60,10 @@ struct InspectOptions {
   bool json = false;
 };
 
+struct InfoOptions {
+  bool json = false;
+};
+
 struct BenchCommand {
   enum class Kind { kCache, kKernels, kModel } kind = Kind::kCache;
   bench::BenchOptions options;
@@ -56,7 +71,9 @@ struct BenchCommand {
 
 // Add a command's options to `command`. The struct is filled while the command line is parsed and must outlive it.
 void add_run_options(CLI::App& command, RunOptions& options);
+void add_perplexity_options(CLI::App& command, PerplexityOptions& options);
 void add_inspect_options(CLI::App& command, InspectOptions& options);
+void add_info_options(CLI::App& command, InfoOptions& options);
 void add_bench_options(CLI::App& command, BenchCommand& options);
 
 // What the command line left open is filled from PAGEDKV_QUANT and PAGEDKV_DYNAMIC, then from the article's names.

@@ -1,17 +1,17 @@
 // One prompt, one answer: as it comes, or as one JSON object.
 #include <fmt/format.h>
-#include <signal.h>
-#include <sys/stat.h>
 
 #include <cerrno>
-#include <csignal>
 #include <cstdio>
 #include <cstring>
-#include <memory>
 #include <nlohmann/json.hpp>
 
+#include "cli/chat.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/input.h"
+#include "cli/interrupt.h"
+#include "cli/report.h"
 
 namespace pagedkv::cli {
 namespace {
@@ -19,79 +19,14 @@ namespace {
 using Json = nlohmann::ordered_json;
 using engine::FinishReason;
 
-constexpr int kExitCancelled = 130;  // 128 + SIGINT, as shells have it
-constexpr size_t kMaxPromptBytes = size_t{64} << 20;
-
-// --- Ctrl-C ------------------------------------------------------------------------------------------------------
-volatile std::sig_atomic_t interrupted = 0;
-
-// While it lives the first Ctrl-C asks the answer to end; a second one kills the process as usual.
-class CtrlC {
- public:
-  CtrlC() {
-    struct sigaction action {};
-    action.sa_handler = [](int) { interrupted = 1; };
-    action.sa_flags = static_cast<int>(SA_RESETHAND);
-    sigaction(SIGINT, &action, &before_);
-  }
-  ~CtrlC() { sigaction(SIGINT, &before_, nullptr); }
-  CtrlC(const CtrlC&) = delete;
-  CtrlC& operator=(const CtrlC&) = delete;
-
- private:
-  struct sigaction before_ {};
-};
-
 // --- the prompt --------------------------------------------------------------------------------------------------
-Result<std::string> read_file(const std::string& path) {
-  const bool from_stdin = path == "-";
-  const std::string name = from_stdin ? "stdin" : path;
-  struct stat about {};
-  if (!from_stdin) {
-    if (stat(path.c_str(), &about) != 0)
-      return Status(Code::kNotFound, fmt::format("[prompt] {}: {}", name, std::strerror(errno)));
-    if (S_ISDIR(about.st_mode)) return invalid_argument(fmt::format("[prompt] {} is a directory", name));
-  }
-  struct Close {
-    void operator()(std::FILE* file) const {
-      if (file != stdin) std::fclose(file);
-    }
-  };
-  const std::unique_ptr<std::FILE, Close> file(from_stdin ? stdin : std::fopen(path.c_str(), "rb"));
-  if (!file) return Status(Code::kUnavailable, fmt::format("[prompt] {}: {}", name, std::strerror(errno)));
-  std::string content;
-  char chunk[1 << 16];
-  while (const size_t n = std::fread(chunk, 1, sizeof chunk, file.get())) {
-    content.append(chunk, n);
-    if (content.size() > kMaxPromptBytes)
-      return invalid_argument(fmt::format("[prompt] {} has more than {} bytes", name, kMaxPromptBytes));
-  }
-  if (std::ferror(file.get()))
-    return Status(Code::kUnavailable, fmt::format("[prompt] {}: {}", name, std::strerror(errno)));
-  if (content.ends_with('\n')) content.pop_back();
-  if (content.empty()) return invalid_argument(fmt::format("[prompt] {} is empty", name));
-  return content;
-}
-
-Status check_utf8(const std::string& what, const std::string& text) {
-  const int64_t at = engine::find_invalid_utf8(text);
-  if (at < 0) return Status();
-  return invalid_argument(fmt::format("[prompt] {} is not valid UTF-8: byte {} of {} is 0x{:02x}", what, at,
-                                      text.size(), static_cast<unsigned char>(text[static_cast<size_t>(at)])));
-}
-
 Result<std::string> read_prompt(const RunOptions& options) {
   if (options.system)
-    if (Status status = check_utf8("--system", *options.system); !status.ok()) return status;
-  if (options.prompt) {
-    if (options.prompt->empty()) return invalid_argument("[prompt] --prompt is empty");
-    if (Status status = check_utf8("--prompt", *options.prompt); !status.ok()) return status;
-    return *options.prompt;
-  }
-  auto content = read_file(*options.prompt_file);
-  if (!content.ok()) return content;
-  if (Status status = check_utf8(*options.prompt_file, *content); !status.ok()) return status;
-  return content;
+    if (Status status = check_utf8("prompt", "--system", *options.system); !status.ok()) return status;
+  if (!options.prompt) return read_text("prompt", *options.prompt_file);
+  if (options.prompt->empty()) return invalid_argument("[prompt] --prompt is empty");
+  if (Status status = check_utf8("prompt", "--prompt", *options.prompt); !status.ok()) return status;
+  return *options.prompt;
 }
 
 Result<std::vector<int32_t>> prompt_tokens(const RunOptions& options, const engine::Text& text,
@@ -113,8 +48,6 @@ Result<std::vector<int32_t>> prompt_tokens(const RunOptions& options, const engi
 }
 
 // --- what is told afterwards -------------------------------------------------------------------------------------
-Json stats_json(const Stats& stats) { return Json::parse(to_json(stats)); }
-
 void print_result_json(const engine::GenerateResult& result, const Stats& stats) {
   const Json out{{"text", result.text},
                  {"finish_reason", engine::finish_reason_name(result.finish_reason)},
@@ -160,22 +93,12 @@ void print_figures(const engine::GenerateResult& result, engine::Engine& engine,
   fmt::print(stderr, "\n{}", table(rows, {Align::kLeft, Align::kRight, Align::kLeft}, "  "));
 }
 
-void print_stats(const Stats& stats) {
-  std::vector<std::vector<std::string>> rows;
-  const Json flat = stats_json(stats).flatten();
-  for (const auto& [key, value] : flat.items()) {
-    if (value.is_null()) continue;  // an empty map
-    rows.push_back({key.substr(1), value.is_string() ? value.get<std::string>() : value.dump()});
-  }
-  fmt::print(stderr, "\n{}", table(rows, {Align::kLeft, Align::kRight}, "  "));
-}
-
 }  // namespace
 
 int run(const RunOptions& options) {
   auto engine_options = cli::engine_options(options.engine);
   if (!engine_options.ok()) return fail(engine_options.status());
-  const auto prompt = read_prompt(options);
+  const Result<std::string> prompt = options.interactive ? std::string() : read_prompt(options);
   if (!prompt.ok()) return fail(prompt.status());
 
   ProgressBar progress("loading");
@@ -183,6 +106,7 @@ int run(const RunOptions& options) {
   auto engine = engine::Engine::load(*engine_options);
   progress.clear();
   if (!engine.ok()) return fail(engine.status());
+  if (options.interactive) return chat(options, **engine);
 
   engine::GenerateRequest request{.prompt = {}, .sampling = options.sampling, .stop = options.stop};
   if (options.max_tokens) request.max_tokens = *options.max_tokens;
@@ -191,7 +115,7 @@ int run(const RunOptions& options) {
   request.prompt = std::move(*tokens);
 
   bool shown = false, written = true;
-  const CtrlC ctrl_c;
+  const Interrupt ctrl_c(Interrupt::Second::kKills);
   const auto show = [&](std::string_view text) {
     if (!options.json && !text.empty()) {
       shown = true;

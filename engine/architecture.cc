@@ -40,26 +40,13 @@ int64_t layers_with_tensors(const GgufFile& file) {
   return n;
 }
 
-// Strictly positive, or `otherwise` when the key is missing.
-Result<float> read_positive(const GgufFile& file, const std::string& key, std::optional<float> otherwise) {
-  auto value = file.real(key);
-  if (!value.ok()) return value.status();
-  if (!value->has_value()) {
-    if (otherwise) return *otherwise;
-    return corrupt("key '" + key + "' is missing");
-  }
-  const auto number = static_cast<float>(**value);
-  if (!(number > 0) || !std::isfinite(number)) {
-    return corrupt("key '" + key + "' is " + std::to_string(**value) + ", expected a finite number above 0");
-  }
-  return number;
-}
-
 }  // namespace
 
 // --- the list -------------------------------------------------------------------------------------------------
 
-std::vector<const Architecture*> architectures() { return {&llama_architecture()}; }
+std::vector<const Architecture*> architectures() {
+  return {&gemma3_architecture(), &llama_architecture(), &qwen2_architecture(), &qwen3_architecture()};
+}
 
 Result<const Architecture*> find_architecture(const GgufFile& file) {
   auto type = file.text("general.type");
@@ -100,6 +87,20 @@ Status refuse_above(const GgufFile& file, const std::string& key, int64_t most, 
   if (!value.ok()) return value.status();
   if (value->value_or(most) <= most) return Status();
   return unsupported(what + " is not supported (key '" + key + "' is " + std::to_string(**value) + ")");
+}
+
+Result<float> read_positive(const GgufFile& file, const std::string& key, std::optional<float> otherwise) {
+  auto value = file.real(key);
+  if (!value.ok()) return value.status();
+  if (!value->has_value()) {
+    if (otherwise) return *otherwise;
+    return corrupt("key '" + key + "' is missing");
+  }
+  const auto number = static_cast<float>(**value);
+  if (!(number > 0) || !std::isfinite(number)) {
+    return corrupt("key '" + key + "' is " + std::to_string(**value) + ", expected a finite number above 0");
+  }
+  return number;
 }
 
 Result<HyperParameters> read_common(const GgufFile& file, std::string_view architecture) {
@@ -320,8 +321,7 @@ ggml_tensor* GraphBuilder::linear(ggml_tensor* x, const std::string& name) const
   return bias ? ggml_add(ctx, y, bias) : y;
 }
 
-ggml_tensor* GraphBuilder::rope(ggml_tensor* x, ggml_tensor* factors) const {
-  const Rope& r = h.rope;
+ggml_tensor* GraphBuilder::rope(ggml_tensor* x, const Rope& r, ggml_tensor* factors) const {
   return ggml_rope_ext(ctx, x, positions, factors, r.n_dims, r.mode, r.n_ctx_original, r.freq_base, r.freq_scale,
                        r.ext_factor, r.attn_factor, r.beta_fast, r.beta_slow);
 }

@@ -5,6 +5,7 @@
 #include <ggml.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -43,10 +44,16 @@ struct HyperParameters {
   int64_t head_dim_k = 0;
   int64_t head_dim_v = 0;
   float rms_eps = 0;
-  Rope rope;
+  Rope rope;                     // of layers that see all
+  Rope rope_windowed;            // of layers with a window
   float attention_scale = 0;     // multiplies q.k
   float softcap = 0;             // of the attention logits; 0: off
+  float final_softcap = 0;       // of the model's logits; 0: off
   std::vector<int64_t> windows;  // [n_layers] keys a query sees, its own included; 0: all
+
+  const Rope& rope_of(int64_t layer) const {
+    return windows[static_cast<size_t>(layer)] == 0 ? rope : rope_windowed;
+  }
 };
 
 // A tensor that an architecture knows. A shape of fewer dimensions means that the others are 1.
@@ -76,7 +83,7 @@ struct GraphBuilder {
   ggml_tensor* rms_norm(ggml_tensor* x, const std::string& name) const;
   // W x, plus NAME.bias if the file has one. `name` is without ".weight".
   ggml_tensor* linear(ggml_tensor* x, const std::string& name) const;
-  ggml_tensor* rope(ggml_tensor* x, ggml_tensor* factors) const;
+  ggml_tensor* rope(ggml_tensor* x, const Rope& r, ggml_tensor* factors) const;  // factors may be null
 };
 
 // Stateless; const members: any thread.
@@ -116,8 +123,11 @@ struct IntegerKey {
 };
 Result<int64_t> read_integer(const GgufFile& file, std::string_view architecture, const IntegerKey& key);
 
+// Finite and above 0. Missing: `otherwise`, or an error when there is none.
+Result<float> read_positive(const GgufFile& file, const std::string& key, std::optional<float> otherwise);
+
 // Heads, dims, layers, context, vocabulary, epsilon: what the transformer families here have in common.
-// Leaves rope, scale, softcap at their defaults and all windows at 0.
+// Scale by the width of K's heads; rotations and softcaps at their defaults, all windows 0.
 Result<HyperParameters> read_common(const GgufFile& file, std::string_view architecture);
 
 // rope.freq_base, rope.dimension_count, rope.scaling.*, as libllama understands them.
@@ -126,6 +136,9 @@ Result<Rope> read_rope(const GgufFile& file, std::string_view architecture, cons
 // kUnsupported when the key is there with a value above `most`: mixture of experts, and other things not built.
 Status refuse_above(const GgufFile& file, const std::string& key, int64_t most, const std::string& what);
 
+const Architecture& gemma3_architecture();
 const Architecture& llama_architecture();
+const Architecture& qwen2_architecture();
+const Architecture& qwen3_architecture();
 
 }  // namespace pagedkv::engine

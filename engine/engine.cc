@@ -13,6 +13,9 @@ namespace {
 
 constexpr int kMaxThreads = 512;             // ggml's own limit
 constexpr int64_t kMaxStepTokens = 1 << 16;  // activations of one step stay within reason
+// ggml multiplies one column by other code than several, and adds in another order there. From two columns on the
+// order is the same for any number: a padding column buys equal bits.
+constexpr int64_t kReproducibleColumns = 2;
 
 std::string mib(int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
@@ -100,6 +103,7 @@ Result<std::unique_ptr<Engine>> Engine::load(const EngineOptions& options) {
   const bool asked = options.context.n > 0;
   impl->context = asked ? options.context : Tokens(info.context_length);
   impl->chunk = options.chunk;
+  if (options.reproducible) impl->min_columns = kReproducibleColumns;
   auto cache = create_cache(cache_options_for(options, info, impl->context), options);
   if (!cache.ok()) return cache.status();
   const Tokens room = (*cache)->capacity();
@@ -136,7 +140,8 @@ Result<std::unique_ptr<Engine>> Engine::load(const EngineOptions& options) {
   impl->graphs = std::move(*graphs);
   // The two usual shapes: their memory is taken now, so that a lack of it shows here and not in the first prompt.
   for (int64_t n : {options.chunk.n, int64_t{1}}) {
-    if (auto graph = impl->graphs->get(n, 1); !graph.ok()) return graph.status();
+    auto graph = impl->graphs->get(std::max(n, impl->min_columns), impl->min_columns);
+    if (!graph.ok()) return graph.status();
   }
   impl->model->read_in(options.progress);
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
@@ -174,7 +179,8 @@ Result<StepOutput> Engine::step(std::span<const StepInput> inputs) {
     return invalid_argument("[step] " + std::to_string(n_tokens) + " tokens, expected 1 to " +
                             std::to_string(kMaxStepTokens));
   }
-  auto graph = e.graphs->get(n_tokens, n_rows);
+  const int64_t n_columns = std::max(n_tokens, e.min_columns), n_outputs = std::max(n_rows, e.min_columns);
+  auto graph = e.graphs->get(n_columns, n_outputs);
   if (!graph.ok()) return graph.status();
   Graph& g = **graph;
   auto plan = e.cache->reserve(requests);
@@ -194,7 +200,12 @@ Result<StepOutput> Engine::step(std::span<const StepInput> inputs) {
     for (int32_t i = input.all_logits ? 0 : n - 1; i < n; ++i) *rows++ = at + i;
     at += n;
   }
-  std::memcpy(g.positions->data, plan->positions().data(), plan->positions().size_bytes());
+  auto* positions = static_cast<int32_t*>(g.positions->data);
+  std::memcpy(positions, plan->positions().data(), plan->positions().size_bytes());
+  // Padding columns: any token will do. The plan does not know them, so nothing of them is stored or attended to.
+  std::fill(tokens + n_tokens, tokens + n_columns, 0);
+  std::fill(positions + n_tokens, positions + n_columns, 0);
+  std::fill(rows, static_cast<int32_t*>(g.output_rows->data) + n_outputs, 0);
 
   e.attention.begin(*e.cache, *plan, e.scratch.span());
   Status ran = e.graphs->compute(g);

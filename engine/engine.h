@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/text.h"
@@ -44,11 +46,20 @@ Result<ModelInfo> read_model_info(const std::string& path);
 struct MachineMemory {
   Bytes limit;
   Bytes default_kv_memory;  // half of limit minus the weights, or an eighth of what large weights leave
+  std::optional<Bytes> ram = std::nullopt;     // none: cannot be read
+  std::optional<Bytes> cgroup = std::nullopt;  // tightest limit of the own cgroup and those above
 };
 MachineMemory machine_memory(const ModelInfo& model);
 
 // Threads by CPU affinity and cgroup quota.
 int default_threads();
+
+// The ggml that runs: its version, and the name and value of each feature that its CPU code was built with.
+struct GgmlBuild {
+  std::string version;
+  std::vector<std::pair<std::string, std::string>> features;
+};
+GgmlBuild ggml_build();
 
 inline constexpr Blocks kDefaultNumBlocks{1024};
 
@@ -63,7 +74,10 @@ struct EngineOptions {
   Bytes kv_memory{0};  // 0: machine_memory().default_kv_memory
   bool dynamic = true;
   ArenaOrder arena = ArenaOrder::kBlockMajor;
-  Tokens chunk{512};                                   // most prompt tokens a step takes
+  Tokens chunk{512};  // most prompt tokens a step takes
+  // Equal tokens give equal logits to the bit, however they are chunked, batched, forked or found in the cache:
+  // single tokens then take the matrix products that several take. Costs decode speed (docs/numerics.md).
+  bool reproducible = false;
   bool allow_past_trained_context = false;             // benchmarks only
   std::function<void(double fraction)> progress = {};  // while weights are read in; may be empty
 };
@@ -93,6 +107,7 @@ struct GenerateRequest {
 
 struct GenerateResult {
   std::string text;
+  std::vector<int32_t> tokens;  // of the answer, without the one that ended it
   FinishReason finish_reason = FinishReason::kStop;
   int64_t tokens_in = 0;
   int64_t tokens_reused = 0;  // prompt tokens taken from the cache
@@ -103,6 +118,31 @@ struct GenerateResult {
   Bytes bytes_held;            // of those blocks, padding included
   double prefill_tok_s() const;
   double decode_tok_s() const;
+};
+
+// How well a text is predicted: chunks without overlap, each on its own; the first token of a chunk is replaced by
+// BOS where the vocabulary wants one, and the tokens of its second half are scored. llama.cpp's convention: figures
+// compare.
+struct FidelityRequest {
+  std::span<const int32_t> tokens;  // of the whole text; what does not fill a chunk is left out
+  Tokens chunk{2048};               // 4 to the engine's context
+  int64_t max_chunks = 0;           // 0: all
+  // Also computed with K and V stored so, and compared with; in the same run, by the same threads and weights.
+  std::optional<KvQuantConfig> reference = std::nullopt;
+  std::function<void(double fraction)> progress = {};  // may be empty
+};
+
+struct FidelityResult {
+  int64_t chunks = 0;
+  int64_t tokens_scored = 0;
+  double ppl = 0;  // exp(mean negative log-likelihood)
+  struct AgainstReference {
+    double ppl = 0;       // of the reference
+    double kld_mean = 0;  // divergence of the next-token distributions, nats: sum p_ref * log(p_ref / p)
+    double kld_p999 = 0;  // 99.9 % of the scored tokens have less
+    double top1 = 0;      // percent of the scored tokens whose likeliest next token is the reference's
+  };
+  std::optional<AgainstReference> reference = std::nullopt;
 };
 
 class Engine {
@@ -127,6 +167,10 @@ class Engine {
   // Errors: kInvalidArgument (prompt empty or not shorter than the context, sampling), kCapacity.
   Result<GenerateResult> generate(const GenerateRequest& request,
                                   const std::function<bool(std::string_view)>& on_text = {});
+
+  // Scores a text. Nothing of it stays cached. Errors: kInvalidArgument (chunk, more chunks than the text has, a
+  // reference format that cannot hold the head_dim), kCapacity, kNotFinite.
+  Result<FidelityResult> fidelity(const FidelityRequest& request);
 
  private:
   struct Impl;

@@ -118,6 +118,7 @@ Result<GenerateResult> Engine::generate(const GenerateRequest& request,
       break;
     }
     ++result.tokens_out;
+    result.tokens.push_back(token);
     const std::string shown = stream.push(e.text->piece(token));
     if (!shown.empty() && !show(shown)) {
       result.finish_reason = FinishReason::kCancelled;

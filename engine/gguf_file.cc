@@ -464,6 +464,22 @@ Result<std::optional<bool>> GgufFile::boolean(std::string_view key) const {
   return std::optional<bool>(value->bytes[0] != std::byte{0});
 }
 
+Result<std::optional<std::vector<bool>>> GgufFile::flags(std::string_view key) const {
+  const GgufValue* value = find(key);
+  if (!value || value->type != GgufType::kArray) return std::optional<std::vector<bool>>();
+  const bool bools = value->element_type == GgufType::kBool;
+  if (!bools && value->element_type != GgufType::kU32 && value->element_type != GgufType::kI32) {
+    return corrupt("key " + quoted(key) + " must be an array of bool, u32 or i32, but its elements are of type " +
+                   gguf_type_name(value->element_type));
+  }
+  std::vector<bool> out;
+  const std::byte* at = value->bytes.data();  // as many as `count`, checked when the file was opened
+  for (int64_t i = 0; i < value->count; ++i, at += bools ? 1 : 4) {
+    out.push_back(bools ? *at != std::byte{0} : load<uint32_t>(at) != 0);
+  }
+  return std::optional<std::vector<bool>>(std::move(out));
+}
+
 std::vector<std::string_view> GgufFile::strings(std::string_view key) const {
   std::vector<std::string_view> out;
   const GgufValue* value = find(key);

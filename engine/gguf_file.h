@@ -85,6 +85,8 @@ class GgufFile {
   Result<std::optional<double>> real(std::string_view key) const;
   Result<std::optional<bool>> boolean(std::string_view key) const;
   Result<std::optional<std::string>> text(std::string_view key) const;
+  // The elements of an array of bool, u32 or i32 as zero or not. Nullopt also when the key is no array.
+  Result<std::optional<std::vector<bool>>> flags(std::string_view key) const;
   // The elements of an array of strings, where they lie in the file. Empty when the key is no such array.
   std::vector<std::string_view> strings(std::string_view key) const;
 

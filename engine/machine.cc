@@ -87,16 +87,20 @@ int cgroup_cpus(const MachineFiles& files) {
   return static_cast<int>(std::min(least, 1e6) + 0.999);
 }
 
-int64_t memory_limit(const MachineFiles& files) {
-  int64_t limit = kNoLimit;
+int64_t ram_bytes(const MachineFiles& files) {
   std::ifstream meminfo(files.meminfo);
   for (std::string line; std::getline(meminfo, line);) {
     if (!line.starts_with("MemTotal:")) continue;
     std::istringstream in(line.substr(9));
     int64_t kib = 0;
-    if (in >> kib && kib > 0 && kib < kNoLimit / 1024) limit = kib * 1024;
+    if (in >> kib && kib > 0 && kib < kNoLimit / 1024) return kib * 1024;
     break;
   }
+  return kNoLimit;
+}
+
+int64_t cgroup_memory(const MachineFiles& files) {
+  int64_t limit = kNoLimit;
   auto take = [&](std::optional<int64_t> bytes) {
     if (bytes && *bytes > 0) limit = std::min(limit, *bytes);
   };
@@ -105,6 +109,8 @@ int64_t memory_limit(const MachineFiles& files) {
     take(number_in(folder + "/memory.limit_in_bytes"));
   return limit;
 }
+
+int64_t memory_limit(const MachineFiles& files) { return std::min(ram_bytes(files), cgroup_memory(files)); }
 
 int affinity_cpus() {
   // Machines with more CPUs than cpu_set_t holds make the call fail with EINVAL: ask with a larger set.
@@ -126,11 +132,16 @@ int default_threads() {
 }
 
 MachineMemory machine_memory(const ModelInfo& model) {
-  const int64_t limit = memory_limit();
+  const int64_t ram = ram_bytes(), cgroup = cgroup_memory();
+  const int64_t limit = std::min(ram, cgroup);
   const int64_t rest = std::max<int64_t>(limit - model.weight_bytes, 0);
   // Large weights would leave nothing of a half; an eighth of what they do leave still lets the model run.
   const int64_t kv = std::max(limit / 2 - model.weight_bytes, rest / 8);
-  return {.limit = Bytes(limit), .default_kv_memory = Bytes(kv)};
+  // cgroup v1 says "no limit" with a huge number.
+  const auto known = [](int64_t bytes) {
+    return bytes > (kNoLimit >> 1) ? std::nullopt : std::optional(Bytes(bytes));
+  };
+  return {.limit = Bytes(limit), .default_kv_memory = Bytes(kv), .ram = known(ram), .cgroup = known(cgroup)};
 }
 
 }  // namespace pagedkv::engine

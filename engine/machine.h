@@ -15,7 +15,10 @@ struct MachineFiles {
 
 // CPUs worth of time per second that the tightest cgroup quota allows, rounded up; 0: no quota.
 int cgroup_cpus(const MachineFiles& files = {});
-// min(RAM, tightest cgroup limit) in bytes; INT64_MAX when nothing can be read.
+// RAM, and the tightest cgroup limit, in bytes; INT64_MAX when there is none or it cannot be read.
+int64_t ram_bytes(const MachineFiles& files = {});
+int64_t cgroup_memory(const MachineFiles& files = {});
+// The smaller of the two.
 int64_t memory_limit(const MachineFiles& files = {});
 // CPUs in this thread's affinity mask; at least 1.
 int affinity_cpus();

@@ -167,6 +167,7 @@ std::string_view trimmed(std::string_view text) {
 struct PromptPart {
   std::string text;
   bool from_template = false;
+  std::span<const int32_t> tokens = {};  // of a message that brings its own
 };
 
 // --- the vocabulary ----------------------------------------------------------------------------------------------
@@ -294,7 +295,14 @@ class LlamaText : public Text {
         prompt.push_back(token);
         strip = attributes & LLAMA_TOKEN_ATTR_RSTRIP;
       }
-      if (!part.from_template) add_plain(text);
+      if (part.from_template) continue;
+      if (part.tokens.empty()) {
+        add_plain(text);
+        continue;
+      }
+      if (Status status = flush(); !status.ok()) return status;
+      prompt.insert(prompt.end(), part.tokens.begin(), part.tokens.end());
+      strip = false;
     }
     if (Status status = flush(); !status.ok()) return status;
     return prompt;
@@ -389,8 +397,9 @@ class LlamaText : public Text {
     size_t at = 0;
     for (const Place& place : places) {
       parts.push_back({rendered.substr(at, place.begin - at), true});
-      const std::string& content = messages[place.message].content;
-      parts.push_back({std::string(place.trim ? trimmed(content) : content), false});
+      const ChatMessage& message = messages[place.message];
+      const std::string& content = message.content;
+      parts.push_back({std::string(place.trim ? trimmed(content) : content), false, message.tokens});
       at = place.end;
     }
     parts.push_back({rendered.substr(at), true});

@@ -16,6 +16,9 @@ namespace pagedkv::engine {
 struct ChatMessage {
   std::string role;  // system, user, assistant
   std::string content;
+  // The tokens of `content` where they are known, as of an answer that was generated: they are used as they are, so
+  // that a later prompt begins with just what is cached. Empty: tokenized.
+  std::vector<int32_t> tokens = {};
 };
 
 // Applied in this order: repeat penalty, top-k, top-p, min-p, temperature, then one draw.

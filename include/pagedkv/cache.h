@@ -50,6 +50,20 @@ struct CacheOptions {
   std::string isa;
 };
 
+// The kernel entries of this build, best first; supported: by this CPU and its operating system.
+struct IsaEntry {
+  std::string name;
+  bool supported = false;
+};
+std::vector<IsaEntry> isa_entries();
+// The entry that a cache made without CacheOptions::isa runs. Errors: kInvalidArgument when PAGEDKV_ISA names none
+// that runs here.
+struct IsaChoice {
+  std::string name;
+  bool by_environment = false;  // PAGEDKV_ISA, else the best of this machine
+};
+Result<IsaChoice> default_isa();
+
 // Why (a part of) a prompt was not taken from the cache.
 enum class PrefixReason : uint8_t {
   kHit,         // everything that can be reused was

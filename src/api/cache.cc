@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "api/isa.h"
 #include "api/step_plan.h"
 #include "base/env.h"
 #include "base/notice.h"
@@ -84,17 +85,6 @@ Status check_options(const CacheOptions& options) {
     return invalid_argument(str("[cache] longest_chunk ", options.longest_chunk.n, " or max_sequences ",
                                 options.max_sequences, " is out of range"));
   return Status();
-}
-
-Result<const kernels::Entry*> choose_entry(const std::string& asked) {
-  std::string name = asked;
-  if (name.empty())
-    if (const auto from_env = env_first({"PAGEDKV_ISA"})) name = from_env->value;
-  if (const kernels::Entry* entry = kernels::find_entry(name)) return entry;
-  std::string known;
-  for (const kernels::Entry& entry : kernels::entries())
-    if (entry.supported()) known += (known.empty() ? "" : ", ") + std::string(entry.name);
-  return invalid_argument(str("[cache] instruction set \"", name, "\" is not one that runs here: ", known));
 }
 
 }  // namespace

@@ -58,7 +58,9 @@ Status AddressRange::commit(int64_t offset, int64_t bytes) {
 
 void AddressRange::decommit(int64_t offset, int64_t bytes) {
   // A fresh mapping without access also returns what strict overcommit has charged; MADV_DONTNEED would not.
-  mmap(data_ + offset, size_t(bytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  // If the system refuses (too many mappings), the memory stays until the range goes.
+  (void)mmap(data_ + offset, size_t(bytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+             0);
 }
 
 int64_t AddressRange::resident(int64_t offset, int64_t bytes) const {

@@ -1,6 +1,10 @@
 // The table of kernel entries, best first.
 #include "kernels/isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace pagedkv::kernels {
 namespace {
 
@@ -10,22 +14,26 @@ bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+bool has_f16c() {  // whose name clang 14 does not know; its registers are those of AVX2
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 #else
 bool has_avx512() { return false; }
 bool has_avx2() { return false; }
 #endif
+bool has_neon() { return true; }  // part of AArch64; elsewhere there is no code for it
 bool has_anything() { return true; }
 
 struct Table {
-  Entry entries[3];
+  Entry entries[4];
   size_t size = 0;
 
   Table() {
     add("avx512", has_avx512, avx512_functions());
     add("avx2", has_avx2, avx2_functions());
+    add("neon", has_neon, neon_functions());
     add("scalar", has_anything, scalar_functions());
   }
   // A set that this build has no code for stays out.

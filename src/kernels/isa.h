@@ -18,5 +18,6 @@ struct IsaFunctions {
 const IsaFunctions* scalar_functions();
 const IsaFunctions* avx2_functions();
 const IsaFunctions* avx512_functions();
+const IsaFunctions* neon_functions();
 
 }  // namespace pagedkv::kernels

@@ -1,7 +1,7 @@
 // The contract between the library and its kernels: plain structs over memory that others own.
 //
-// Kernels own no threads and no memory, read no environment and know no cache. Every entry (scalar, avx2, avx512)
-// offers the same functions; entries() lists them best first.
+// Kernels own no threads and no memory, read no environment and know no cache. Every entry (scalar, avx2, avx512,
+// neon) offers the same functions; entries() lists them best first.
 #pragma once
 
 #include <cstddef>
@@ -123,7 +123,7 @@ constexpr int64_t partial_floats(int64_t head_dim_v) { return (head_dim_v + 31) 
 
 // One instruction set's kernels.
 struct Entry {
-  std::string_view name;  // scalar, avx2, avx512
+  std::string_view name;  // scalar, avx2, avx512, neon
   bool (*supported)();    // does this CPU run it
   void (*append)(const AppendCall& call, Part part);
   void (*attend)(const AttendCall& call, Part part);

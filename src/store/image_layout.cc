@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/check.h"
 #include "base/text.h"
 #include "device/host_memory.h"
 
@@ -86,6 +87,7 @@ void place_layer_major(const GroupSpec& group, ImageLayout& layout) {
   // An extent fills 2 MiB of every K and V region. Scale regions are 16-64 times thinner; filling 2 MiB of those
   // too would make an extent of hundreds of MiB, so they are committed by small pages.
   const int64_t thinnest = std::min(k_row, v_row) * shape.num_kv_heads * layout.block_size;
+  PKV_CHECK(thinnest > 0);  // check_group() saw to it
   layout.extent_blocks = (kHugePage + thinnest - 1) / thinnest;
   for (RegionSpec& region : layout.regions)
     region.granule = region.block_bytes * layout.extent_blocks >= kHugePage ? kHugePage : kSmallPage;

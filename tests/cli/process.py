@@ -1,4 +1,8 @@
-"""Runs the pagedkv binary (PAGEDKV_BIN) as a child process. The model is PAGEDKV_TEST_MODEL: tools/model smollm2."""
+"""Runs the pagedkv binary (PAGEDKV_BIN) as a child process.
+
+The model is PAGEDKV_TEST_MODEL: tools/model smollm2. The text is PAGEDKV_TEST_TEXT, or WikiText-2's test text in
+../shared/data beside the checkout; it is not a part of the repository.
+"""
 import json
 import os
 import resource
@@ -10,10 +14,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = os.environ.get("PAGEDKV_BIN", str(ROOT / "build/release/bin/pagedkv"))
 MODEL = os.environ.get("PAGEDKV_TEST_MODEL", "")
+TEXT = os.environ.get("PAGEDKV_TEST_TEXT", str(ROOT.parent / "shared/data/wikitext-2-raw/wiki.test.raw"))
 TIMEOUT = 600
 OURS = ("PAGEDKV_", "MTPLX_", "NO_COLOR")
 
 needs_model = unittest.skipUnless(MODEL, "PAGEDKV_TEST_MODEL is not set")
+needs_text = unittest.skipUnless(Path(TEXT).is_file(), f"there is no {TEXT}; PAGEDKV_TEST_TEXT can name another")
 
 
 def environment(extra=None):

@@ -4,7 +4,8 @@ import unittest
 
 from process import ROOT, CliTest, pagedkv
 
-COMMANDS = (["run"], ["inspect"], ["bench", "cache"], ["bench", "kernels"], ["bench", "model"])
+COMMANDS = (["run"], ["perplexity"], ["inspect"], ["info"], ["completion", "bash"], ["bench", "cache"],
+            ["bench", "kernels"], ["bench", "model"])
 
 
 def options_of(command):
@@ -30,6 +31,12 @@ class Usage(CliTest):
                          "", " 1", "0x10", "1.5"):
                 with self.subTest(option=option, word=word):
                     self.run_error([option, word], f'{name}: "{word}" is not a whole number from {low} to {high}')
+
+    def test_chunks_of_a_text_are_numbers_and_formats(self):
+        for words, named in ((["-c", "3"], ("--context", '"3"', "4 to 2147483647")), (["--chunks", "0"], ("--chunks", '"0"')),
+                             (["--reference", "q3"], ("--reference", "q3", "q8"))):
+            with self.subTest(words=words):
+                self.usage_error(["perplexity", "-m", "none.gguf", "-f", "x", *words], *named)
 
     def test_real_numbers_are_in_range(self):
         for option, low, high in (("--temp", 0, 100), ("--top-p", 0, 1), ("--min-p", 0, 1),
@@ -64,8 +71,9 @@ class Usage(CliTest):
         self.usage_error(["frob"], "frob")
         self.usage_error(["bench", "frob"], "frob")
         self.usage_error(["run", "-p", "x"], "--model")
-        self.usage_error(["run", "-m", "x"], "--prompt TEXT or --file FILE")
+        self.usage_error(["run", "-m", "x"], "--prompt TEXT or --file FILE or --interactive")
         self.usage_error(["run", "-m", "x", "-p"], "--prompt")
+        self.usage_error(["perplexity", "-m", "x"], "--file")
         self.run_error(["--frob"], "--frob")
         self.run_error(["--stop", ""], "--stop")
         self.run_error(["-p", "again"], "--prompt")
@@ -80,12 +88,18 @@ class Usage(CliTest):
             self.assertEqual((done.code, done.err), (0, ""))
             self.assertIn("Usage: pagedkv", done.out)
 
-    def test_every_option_has_a_line_in_the_documentation(self):
-        documented = set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / "docs/cli.md").read_text(encoding="utf-8")))
+    def test_every_option_is_in_its_commands_part_of_the_documentation(self):
+        text = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+        names = r"--[a-z][a-z0-9-]*"
+        intro, *parts = re.split(r"(?m)^## pagedkv ", text)
+        parts = {part.split("\n", 1)[0]: set(re.findall(names, part)) for part in parts}
+        for command in COMMANDS:
+            with self.subTest(command=command):
+                missing = options_of(command) - parts[command[0]] - set(re.findall(names, intro))
+                self.assertEqual(missing, set(), "not in this command's part of docs/cli.md")
         listed = set().union(*map(options_of, COMMANDS))
         self.assertGreater(len(listed), 30)
-        self.assertEqual(listed - documented, set(), "not in docs/cli.md")
-        self.assertEqual(documented - listed, set(), "in docs/cli.md, but no command has it")
+        self.assertEqual(set(re.findall(names, text)) - listed, set(), "in docs/cli.md, but no command has it")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,12 @@ namespace pagedkv::engine {
 
 // The tiny models of make_gguf.py, written when the tests were built.
 inline const char* const kTinyModels[] = {
-    "d64_gqa3_tied",   "d64_gqa1_untied", "d80_gqa1_untied", "d128_gqa4_linear",
-    "d64_gqa7_llama3", "d64_gqa4_yarn",   "d64_gqa3_none",   "d64_gqa4_biases",
+    "d64_gqa3_tied",         "d64_gqa1_untied",          "d80_gqa1_untied",
+    "d128_gqa4_linear",      "d64_gqa7_llama3",          "d64_gqa4_yarn",
+    "d64_gqa3_none",         "d64_gqa4_biases",          "qwen2_d64_gqa7_tied",
+    "qwen2_d64_gqa2_untied", "qwen3_d128_gqa2",          "qwen3_d64_yarn",
+    "gemma3_window8",        "gemma3_window16_pattern3", "gemma3_window11_listed",
+    "gemma3_window40_all",   "gemma3_no_window",
 };
 inline std::string tiny_model(std::string_view name) {
   return std::string(PAGEDKV_TINY_MODELS) + "/" + std::string(name) + ".gguf";
@@ -29,6 +33,14 @@ inline std::string tiny_model(std::string_view name) {
 inline std::string smollm2() {
   const char* named = std::getenv("PAGEDKV_TEST_MODEL");
   const std::string path = named ? named : PAGEDKV_SMOLLM2;
+  return std::filesystem::is_regular_file(path) ? path : "";
+}
+
+// Gemma 3 270M Q4_K_M: PAGEDKV_TEST_GEMMA3, else beside SmolLM2, where tools/model keeps it. Empty when not there.
+inline std::string gemma3() {
+  const char* named = std::getenv("PAGEDKV_TEST_GEMMA3");
+  const auto folder = std::filesystem::path(PAGEDKV_SMOLLM2).parent_path();
+  const std::string path = named ? named : (folder / "gemma-3-270m-q4_k_m.gguf").string();
   return std::filesystem::is_regular_file(path) ? path : "";
 }
 

@@ -184,25 +184,27 @@ TEST(Load, RefusesVocabulariesOnWhichLibllamaAborts) {
 }
 
 TEST(Load, SurvivesAnyDamageToAHeader) {
-  const Contents whole = read_file(tiny_model(kModel));
-  const auto header = static_cast<uint32_t>((*GgufFile::parse(whole, "whole"))->data_offset());
-  uint32_t state = 12345;
-  const auto random = [&state](uint32_t below) {
-    state = state * 1664525u + 1013904223u;
-    return (state >> 8) % below;
-  };
-  for (int round = 0; round < 1500; ++round) {
-    Contents damaged = whole;
-    for (uint32_t i = 0, n = 1 + random(3); i < n; ++i) {
-      const uint32_t values[] = {0, 0xff, 0x80, 1, random(256)};
-      damaged[random(header)] = static_cast<std::byte>(values[random(5)]);
-    }
-    const TemporaryFile file(damaged);
-    // What passes goes to libllama, which must not abort on it either.
-    if (auto model = Model::load(file.path()); model.ok()) {
-      static_cast<void>(Text::load(file.path()));
-    } else {
-      EXPECT_FALSE(model.status().message().empty());
+  for (const char* name : {kModel, "gemma3_window11_listed"}) {
+    const Contents whole = read_file(tiny_model(name));
+    const auto header = static_cast<uint32_t>((*GgufFile::parse(whole, "whole"))->data_offset());
+    uint32_t state = 12345;
+    const auto random = [&state](uint32_t below) {
+      state = state * 1664525u + 1013904223u;
+      return (state >> 8) % below;
+    };
+    for (int round = 0; round < 1000; ++round) {
+      Contents damaged = whole;
+      for (uint32_t i = 0, n = 1 + random(3); i < n; ++i) {
+        const uint32_t values[] = {0, 0xff, 0x80, 1, random(256)};
+        damaged[random(header)] = static_cast<std::byte>(values[random(5)]);
+      }
+      const TemporaryFile file(damaged);
+      // What passes goes to libllama, which must not abort on it either.
+      if (auto model = Model::load(file.path()); model.ok()) {
+        static_cast<void>(Text::load(file.path()));
+      } else {
+        EXPECT_FALSE(model.status().message().empty());
+      }
     }
   }
 }

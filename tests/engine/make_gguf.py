@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the tiny random llama models of the engine's tests.   make_gguf.py DIRECTORY
+"""Writes the tiny random models of the engine's tests.   make_gguf.py DIRECTORY
 
 Weights are float32 and random, but the same on every machine; the vocabulary is the smallest that libllama loads
-(an SPM one with byte tokens). tests/engine/tiny_models.h lists the files.
+(an SPM one with byte tokens). tests/engine/files.h lists the files.
 """
 import sys
 from pathlib import Path
@@ -11,6 +11,8 @@ import numpy as np
 from gguf import GGUFWriter, RopeScalingType, TokenType
 
 N_PIECES = 320
+
+GEMMA = dict(arch="gemma3", tied=True, head_norms=True, post_norms=True)
 
 # n_embd is heads * head_dim unless given.
 MODELS = {
@@ -22,6 +24,22 @@ MODELS = {
     "d64_gqa4_yarn": dict(heads=8, kv_heads=2, head_dim=64, scaling=RopeScalingType.YARN, factor=4.0, original=64),
     "d64_gqa3_none": dict(heads=3, kv_heads=1, head_dim=64, scaling=RopeScalingType.NONE, factor=4.0),
     "d64_gqa4_biases": dict(heads=4, kv_heads=1, head_dim=64, biases=True),
+    "qwen2_d64_gqa7_tied": dict(arch="qwen2", heads=7, kv_heads=1, head_dim=64, tied=True, biases="qkv", base=1e6),
+    "qwen2_d64_gqa2_untied": dict(arch="qwen2", heads=4, kv_heads=2, head_dim=64, biases="qkv", output_bias=True),
+    "qwen3_d128_gqa2": dict(arch="qwen3", heads=4, kv_heads=2, head_dim=128, n_embd=160, tied=True, head_norms=True,
+                            base=1e6),
+    "qwen3_d64_yarn": dict(arch="qwen3", heads=2, kv_heads=2, head_dim=64, head_norms=True,
+                           scaling=RopeScalingType.YARN, factor=4.0, original=64),
+    # Every sixth layer sees all, as in the released models.
+    "gemma3_window8": dict(GEMMA, heads=4, kv_heads=1, head_dim=64, n_embd=96, layers=7, window=8, base=1e6),
+    "gemma3_window16_pattern3": dict(GEMMA, heads=2, kv_heads=2, head_dim=96, n_embd=128, layers=4, window=16,
+                                     pattern=3, window_base=5000.0, scaling=RopeScalingType.LINEAR, factor=8.0,
+                                     final_softcap=3.0),
+    "gemma3_window11_listed": dict(GEMMA, heads=4, kv_heads=2, head_dim=256, n_embd=96, layers=3, window=11,
+                                   pattern=[True, False, True], tied=False),
+    "gemma3_window40_all": dict(GEMMA, heads=3, kv_heads=1, head_dim=64, layers=2, window=40, pattern=0),
+    "gemma3_no_window": dict(GEMMA, heads=2, kv_heads=1, head_dim=64, layers=2, window=0, rotated=32),
+    "d64_wide": dict(heads=4, kv_heads=1, head_dim=64, n_ff=256, layers=1, tied=True),  # rows of 256, as K-quants want
     "d64_long_context": dict(heads=2, kv_heads=1, head_dim=64, context=1048576),
 }
 
@@ -35,17 +53,19 @@ def llama3_factors(n, base, factor=8.0, low=1.0, high=4.0, original=128):
 
 
 def write(path, name, *, heads, kv_heads, head_dim, n_embd=None, layers=2, n_ff=160, context=512, tied=False,
-          scaling=None, factor=None, original=None, llama3=False, biases=False, base=10000.0):
+          scaling=None, factor=None, original=None, llama3=False, biases=False, base=10000.0, arch="llama",
+          output_bias=False, head_norms=False, post_norms=False, window=None, pattern=None, window_base=None,
+          final_softcap=None, rotated=None):
     n_embd = n_embd or heads * head_dim
     random = np.random.default_rng(sum(name.encode()))
 
     def matrix(n_in, n_out, gain=1.0):
         return (random.standard_normal((n_out, n_in)) * gain / np.sqrt(n_in)).astype(np.float32)
 
-    def norm():
-        return (1 + 0.2 * random.standard_normal(n_embd)).astype(np.float32)
+    def norm(width=n_embd, mean=1.0):
+        return (mean * (1 + 0.2 * random.standard_normal(width))).astype(np.float32)
 
-    w = GGUFWriter(path, "llama")
+    w = GGUFWriter(path, arch)
     w.add_name(name)
     w.add_type("model")
     w.add_context_length(context)
@@ -56,7 +76,7 @@ def write(path, name, *, heads, kv_heads, head_dim, n_embd=None, layers=2, n_ff=
     w.add_head_count_kv(kv_heads)
     w.add_key_length(head_dim)
     w.add_value_length(head_dim)
-    w.add_rope_dimension_count(head_dim)
+    w.add_rope_dimension_count(rotated or head_dim)
     w.add_rope_freq_base(base)
     w.add_layer_norm_rms_eps(1e-5)
     w.add_vocab_size(N_PIECES)
@@ -67,6 +87,16 @@ def write(path, name, *, heads, kv_heads, head_dim, n_embd=None, layers=2, n_ff=
         w.add_rope_scaling_factor(factor)
     if original is not None:
         w.add_rope_scaling_orig_ctx_len(original)
+
+    if window is not None:
+        w.add_sliding_window(window)
+    if pattern is not None:
+        w.add_sliding_window_pattern(pattern)
+    if window_base is not None:
+        w.add_rope_freq_base_swa(window_base)
+    if final_softcap is not None:
+        w.add_final_logit_softcapping(final_softcap)
+        w.add_attn_logit_softcapping(0.0)  # off
 
     pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256)]
     kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL] + [TokenType.BYTE] * 256
@@ -84,10 +114,13 @@ def write(path, name, *, heads, kv_heads, head_dim, n_embd=None, layers=2, n_ff=
     w.add_eos_token_id(2)
     w.add_unk_token_id(0)
 
-    w.add_tensor("token_embd.weight", matrix(n_embd, N_PIECES, gain=np.sqrt(n_embd)))
+    # Gemma scales the embedding by sqrt(n_embd) itself.
+    w.add_tensor("token_embd.weight", matrix(n_embd, N_PIECES, gain=1 if arch == "gemma3" else np.sqrt(n_embd)))
     w.add_tensor("output_norm.weight", norm())
     if not tied:
         w.add_tensor("output.weight", matrix(n_embd, N_PIECES))
+    if output_bias:
+        w.add_tensor("output.bias", (0.3 * random.standard_normal(N_PIECES)).astype(np.float32))
     if llama3:
         w.add_tensor("rope_freqs.weight", llama3_factors(head_dim, base).astype(np.float32))
     for layer in range(layers):
@@ -99,9 +132,18 @@ def write(path, name, *, heads, kv_heads, head_dim, n_embd=None, layers=2, n_ff=
         }
         w.add_tensor(f"blk.{layer}.attn_norm.weight", norm())
         w.add_tensor(f"blk.{layer}.ffn_norm.weight", norm())
+        if head_norms:  # heads of length 1.6 instead of matrices that make them so
+            w.add_tensor(f"blk.{layer}.attn_q_norm.weight", norm(head_dim, 1.6))
+            w.add_tensor(f"blk.{layer}.attn_k_norm.weight", norm(head_dim, 1.6))
+        if post_norms:
+            w.add_tensor(f"blk.{layer}.post_attention_norm.weight", norm())
+            # ggml looks GELU up in a table of half precision, where the smallest difference can choose the neighbour:
+            # libllama's own logits differ by 1e-3 between chunk sizes. A feed-forward that adds less leaves the
+            # tests sharp.
+            w.add_tensor(f"blk.{layer}.post_ffw_norm.weight", norm(mean=0.25))
         for key, (n_in, n_out, gain) in matrices.items():
             w.add_tensor(f"blk.{layer}.{key}.weight", matrix(n_in, n_out, gain))
-            if biases:
+            if biases is True or biases and key in ("attn_q", "attn_k", "attn_v"):
                 w.add_tensor(f"blk.{layer}.{key}.bias", (0.3 * random.standard_normal(n_out)).astype(np.float32))
     w.write_header_to_file()
     w.write_kv_data_to_file()

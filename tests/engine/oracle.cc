@@ -14,6 +14,7 @@ Oracle::Oracle(const std::string& path, const OracleOptions& options)
   llama_backend_init();
   auto model_params = llama_model_default_params();
   model_params.n_gpu_layers = 0;
+  model_params.use_extra_bufts = false;  // weights as they are in the file, so that both run the same products
   model_.reset(llama_model_load_from_file(path.c_str(), model_params));
   if (!model_) throw std::runtime_error("libllama does not load " + path);
   auto params = llama_context_default_params();
@@ -38,9 +39,15 @@ std::vector<int32_t> Oracle::tokenize(const std::string& text) const {
 }
 
 std::vector<float> Oracle::logits(std::span<const int32_t> tokens, int chunk) {
-  llama_memory_clear(llama_get_memory(context_.get()), true);
   std::vector<float> out;
   out.reserve(tokens.size() * static_cast<size_t>(vocab_size_));
+  each_chunk(tokens, chunk, [&](std::span<const float> rows) { out.insert(out.end(), rows.begin(), rows.end()); });
+  return out;
+}
+
+void Oracle::each_chunk(std::span<const int32_t> tokens, int chunk,
+                        const std::function<void(std::span<const float>)>& use) {
+  llama_memory_clear(llama_get_memory(context_.get()), true);
   for (size_t at = 0; at < tokens.size();) {
     const auto n = static_cast<int>(std::min(tokens.size() - at, static_cast<size_t>(chunk)));
     llama_batch batch = llama_batch_init(n, 0, 1);
@@ -55,11 +62,9 @@ std::vector<float> Oracle::logits(std::span<const int32_t> tokens, int chunk) {
     const int status = llama_decode(context_.get(), batch);
     llama_batch_free(batch);
     if (status != 0) throw std::runtime_error("llama_decode failed");
-    const float* rows = llama_get_logits(context_.get());
-    out.insert(out.end(), rows, rows + static_cast<int64_t>(n) * vocab_size_);
+    use({llama_get_logits(context_.get()), static_cast<size_t>(n * vocab_size_)});
     at += static_cast<size_t>(n);
   }
-  return out;
 }
 
 double worst_error(std::span<const float> a, std::span<const float> b, int64_t width) {

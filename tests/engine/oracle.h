@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -27,6 +28,9 @@ class Oracle {
   std::vector<int32_t> tokenize(const std::string& text) const;
   // Logits of every token, [tokens, vocab_size], from an empty cache, `chunk` tokens at a time.
   std::vector<float> logits(std::span<const int32_t> tokens, int chunk = 512);
+  // The same, chunk after chunk, for vocabularies that do not fit in memory several thousand times.
+  void each_chunk(std::span<const int32_t> tokens, int chunk,
+                  const std::function<void(std::span<const float>)>& use);
 
  private:
   std::unique_ptr<llama_model, void (*)(llama_model*)> model_;

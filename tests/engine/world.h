@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <random>
 #include <span>
@@ -63,6 +64,19 @@ class World {
     auto out = feed(started->id, tokens, std::move(chunks));
     EXPECT_TRUE(engine->cache().release(started->id).ok());
     return out;
+  }
+
+  // The same, chunk after chunk, for vocabularies that do not fit in memory several thousand times.
+  void each_chunk(std::span<const int32_t> tokens, int chunk,
+                  const std::function<void(std::span<const float>)>& use) {
+    auto started = engine->cache().start(tokens, {.name_space = {}, .reuse = false, .store = false});
+    if (!started.ok()) throw std::runtime_error(started.status().message());
+    while (!tokens.empty()) {
+      const auto now = tokens.first(std::min(tokens.size(), static_cast<size_t>(chunk)));
+      use(feed(started->id, now, {chunk}));
+      tokens = tokens.subspan(now.size());
+    }
+    EXPECT_TRUE(engine->cache().release(started->id).ok());
   }
 
   int64_t vocab_size() const { return engine->model().vocab_size; }

@@ -45,18 +45,26 @@ struct Append {
     if (starts.empty()) starts = {0, int32_t(slots.size())};
     faults.assign(starts.size() - 1, kernels::kNoFault);
   }
+  kernels::AppendCall call(Store& store, const KvRows& k, const KvRows& v) {
+    return {.layer = store.layer,
+            .batch = {.n_sequences = int64_t(faults.size()),
+                      .n_tokens = int64_t(slots.size()),
+                      .query_start_loc = starts.data(),
+                      .slot_mapping = slots.data()},
+            .k = k,
+            .v = v,
+            .layer_index = 5,
+            .faults = faults.data(),
+            .counters = &counters};
+  }
   void run(const kernels::Entry& entry, Store& store, const KvRows& k, const KvRows& v, int parts = 1) {
-    const kernels::AppendCall call{.layer = store.layer,
-                                   .batch = {.n_sequences = int64_t(faults.size()),
-                                             .n_tokens = int64_t(slots.size()),
-                                             .query_start_loc = starts.data(),
-                                             .slot_mapping = slots.data()},
-                                   .k = k,
-                                   .v = v,
-                                   .layer_index = 5,
-                                   .faults = faults.data(),
-                                   .counters = &counters};
-    for (int i = 0; i < parts; ++i) entry.append(call, {i, parts});
+    for (int i = 0; i < parts; ++i) entry.append(call(store, k, v), {i, parts});
+  }
+  void run_on_threads(const kernels::Entry& entry, Store& store, const KvRows& k, const KvRows& v, int parts) {
+    const kernels::AppendCall shared = call(store, k, v);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < parts; ++i) threads.emplace_back([&, i] { entry.append(shared, {i, parts}); });
+    for (std::thread& thread : threads) thread.join();
   }
 };
 
@@ -95,6 +103,28 @@ TEST(Append, WritesEachRowIntoItsSlotAndNothingElse) {
     }
     EXPECT_EQ(store.bytes, expected.bytes);
     EXPECT_EQ(store.scales, expected.scales);
+  });
+}
+
+TEST(Append, PartsOnThreadsWriteReportAndCountAsOneDoes) {
+  for_each_entry_and_format([](const kernels::Entry& entry, Format format) {
+    const int64_t heads = 3, d = 20;
+    std::vector<float> x = gaussian(size_t(16 * heads * d), 6);
+    std::fill_n(x.begin(), d, 1e-9f);  // token 0, head 0: on the floor
+    x[size_t(2 * heads * d)] = 1e30f;  // token 2: saturates halves
+    for (size_t token : {5, 6, 11}) x[token * size_t(heads * d) + 3] = kNan;
+    const KvRows rows{x.data(), ElementType::kF32, heads * d, d};
+    std::vector<int64_t> slots(16);
+    std::iota(slots.begin(), slots.end(), 0);
+    Store alone(format, heads, d), shared(format, heads, d);
+    Append one(slots, {0, 7, 16}), many(slots, {0, 7, 16});
+    one.run(entry, alone, rows, rows);
+    many.run_on_threads(entry, shared, rows, rows, 4);
+    EXPECT_EQ(shared.bytes, alone.bytes);
+    EXPECT_EQ(shared.scales, alone.scales);
+    EXPECT_EQ(many.faults, one.faults);
+    EXPECT_EQ(many.counters.floor_clamped_rows, one.counters.floor_clamped_rows);
+    EXPECT_EQ(many.counters.saturated_values, one.counters.saturated_values);
   });
 }
 

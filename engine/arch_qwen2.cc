@@ -1,0 +1,39 @@
+// Architecture "qwen2": Qwen 1.5, Qwen 2 and 2.5. As llama, with biases of Q, K and V, and rotation by halves.
+//
+// As in libllama, a sliding window in the file is not applied.
+#include "engine/blocks.h"
+
+namespace pagedkv::engine {
+namespace {
+
+class Qwen2 : public Architecture {
+ public:
+  std::string_view name() const override { return "qwen2"; }
+
+  Result<HyperParameters> read(const GgufFile& file) const override {
+    auto h = read_common(file, name());
+    if (!h.ok()) return h;
+    auto rope = read_rope(file, name(), *h, GGML_ROPE_TYPE_NEOX);
+    if (!rope.ok()) return rope.status();
+    h->rope = *rope;
+    if (Status s = check_heads(name(), *h, Rotated::kWholeHead); !s.ok()) return s;
+    return h;
+  }
+
+  std::vector<TensorSpec> tensors(const HyperParameters& h) const override {
+    auto specs = decoder_tensors(h, {});
+    specs.push_back({.name = "output.bias", .shape = {h.vocab_size}, .required = false, .f32_only = true});
+    return specs;
+  }
+
+  ggml_tensor* build(GraphBuilder& b) const override { return pre_norm_decoder(b); }
+};
+
+}  // namespace
+
+const Architecture& qwen2_architecture() {
+  static const Qwen2 instance;
+  return instance;
+}
+
+}  // namespace pagedkv::engine

@@ -1,0 +1,38 @@
+// Architecture "qwen3": the dense models of Qwen 3. As qwen2, with RMS norms over each head of Q and K instead of
+// biases, and heads whose width is independent of the embedding's.
+//
+// As in libllama, a sliding window in the file is not applied.
+#include "engine/blocks.h"
+
+namespace pagedkv::engine {
+namespace {
+
+class Qwen3 : public Architecture {
+ public:
+  std::string_view name() const override { return "qwen3"; }
+
+  Result<HyperParameters> read(const GgufFile& file) const override {
+    auto h = read_common(file, name());
+    if (!h.ok()) return h;
+    auto rope = read_rope(file, name(), *h, GGML_ROPE_TYPE_NEOX);
+    if (!rope.ok()) return rope.status();
+    h->rope = *rope;
+    if (Status s = check_heads(name(), *h, Rotated::kWholeHead); !s.ok()) return s;
+    return h;
+  }
+
+  std::vector<TensorSpec> tensors(const HyperParameters& h) const override {
+    return decoder_tensors(h, {.head_norms = true});
+  }
+
+  ggml_tensor* build(GraphBuilder& b) const override { return pre_norm_decoder(b); }
+};
+
+}  // namespace
+
+const Architecture& qwen3_architecture() {
+  static const Qwen3 instance;
+  return instance;
+}
+
+}  // namespace pagedkv::engine

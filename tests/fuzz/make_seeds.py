@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""Writes what the fuzzers start from:  make_seeds.py DIRECTORY  ->  DIRECTORY/{gguf,formats,image}/*"""
+import random
+import struct
+import sys
+from pathlib import Path
+
+U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
+TENSOR_F32, TENSOR_Q4_0 = 0, 2
+
+
+def text(word):
+    return struct.pack("<Q", len(word)) + word.encode()
+
+
+def key(name, kind, value):
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def tensor(name, shape, kind, offset):
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def gguf(version, keys, tensors, n_data):
+    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys)) + b"".join(keys + tensors)
+    return header + bytes(-len(header) % 32) + bytes(n_data)
+
+
+def gguf_seeds():
+    keys = [
+        key("general.architecture", STRING, text("llama")),
+        key("general.alignment", U32, struct.pack("<I", 32)),
+        key("n", U64, struct.pack("<Q", 7)),
+        key("llama.rope.freq_base", F32, struct.pack("<f", 1e4)),
+        key("a.flag", BOOL, b"\1"),
+        key("tokenizer.ggml.tokens", ARRAY, struct.pack("<IQ", STRING, 2) + text("a") + text("bc")),
+        key("x", ARRAY, struct.pack("<IQ3I", U32, 3, 1, 2, 3)),
+    ]
+    tensors = [tensor("a", [8], TENSOR_F32, 0), tensor("blk.0.w", [32, 2], TENSOR_Q4_0, 32)]
+    yield gguf(3, [], [], 0)
+    yield gguf(3, keys, [], 0)
+    yield gguf(2, keys[:3], tensors, 96)
+    yield gguf(3, keys, tensors, 96)
+    yield gguf(3, [key("split.count", U32, struct.pack("<I", 2))], tensors, 96)
+
+
+def format_seeds():
+    words = "off f16 f32 bf16 q8 q6 q4 auto q8_0 int8 1 true YES off:q4 q8:q4 f16:f32 Q8-0:bf16".split()
+    return [word.encode() for word in words]
+
+
+def image_seeds():
+    rng = random.Random(1)
+    return [rng.randbytes(n) for n in (16, 64, 256, 1024, 4096) for _ in range(6)]
+
+
+def main(directory):
+    for name, seeds in (("gguf", gguf_seeds()), ("formats", format_seeds()), ("image", image_seeds())):
+        folder = Path(directory) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for i, seed in enumerate(seeds):
+            (folder / f"seed-{i:02}").write_bytes(seed)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])
