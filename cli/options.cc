@@ -157,9 +157,10 @@ Take format_word(std::optional<Format>& target) {
 
 // The model, and where and how K and V are kept.
 void add_reproducible(CLI::App& command, bool& reproducible) {
-  command.add_flag("--reproducible", reproducible,
-                   wrapped("equal prompts give equal logits to the bit, however they are chunked, batched or found in "
-                           "the cache. Off by default: single tokens decode slower with it"));
+  command.add_flag(
+      "--reproducible", reproducible,
+      wrapped("equal prompts give equal logits to the bit, however they are chunked, batched or found in "
+              "the cache. Off by default: single tokens decode slower with it"));
 }
 
 void add_engine_options(CLI::App& command, EngineWords& words) {
