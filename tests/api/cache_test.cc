@@ -86,6 +86,17 @@ TEST(Cache, TenForksOfAQuantizedBlockKeepItsBits) {  // O-LIFE-09
   EXPECT_GE(d.cache->stats().copies, 9);
 }
 
+TEST(Cache, ASequenceThatOutgrowsItsTableRowLeavesItsNeighbourAlone) {  // O-MEM-10
+  Desk d({.block_size = 4, .num_blocks = 64, .sharing = false});
+  d.prefill("neighbour", tokens(100, 110));
+  d.prefill("a", tokens(0, 15));
+  auto both = d.step({{"a", {15}}, {"neighbour", {110}}});  // rows of 4 and 3 blocks
+  both = d.step({{"a", {16}}, {"neighbour", {111}}});       // a's row is 5 blocks wide from here on
+  d.expect_right("a", both["a"]);
+  d.expect_right("neighbour", both["neighbour"]);
+  EXPECT_EQ(d.cache->blocks_held(d.ids["neighbour"])->n, 3);
+}
+
 TEST(Cache, OddGeometriesForkAndCopy) {  // O-LIFE-10, O-NUM-09
   for (const Format format : {Format::kQ8, Format::kQ4, Format::kF16})
     for (const int64_t block_size : {1, 3}) {

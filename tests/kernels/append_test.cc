@@ -148,7 +148,7 @@ TEST(Append, HalfInputStoresTheSameBytesAsItsFloats) {
   });
 }
 
-TEST(Append, SkipsSlotsThatAreNegativeOrOutsideThePool) {
+TEST(Append, SkipsSlotsThatAreNegativeOrOutsideThePool) {  // O-MEM-11
   for_each_entry_and_format([](const kernels::Entry& entry, Format format) {
     const std::vector<float> x = gaussian(3 * 8, 4);
     Store store(format, 1, 8);

@@ -156,7 +156,7 @@ TEST(Attend, BlocksBehindTheWindowMayBeGone) {
   });
 }
 
-TEST(Attend, ATableEntryThatNamesNoBlockMasksItsKeys) {
+TEST(Attend, ATableEntryThatNamesNoBlockMasksItsKeys) {  // O-MEM-11
   for_each_entry_and_format([](const kernels::Entry& entry, Format format) {
     for (int32_t bad : {-1, 100000, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()}) {
       World w(
