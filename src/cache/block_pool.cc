@@ -10,7 +10,11 @@ namespace pagedkv {
 BlockPool::BlockPool(const Options& options, BlockSource& source, std::function<void(uint32_t, BlockId)> on_evict)
     : options_(options), source_(source), on_evict_(std::move(on_evict)) {}
 
-Status BlockPool::open_floor() { return raise_floor(options_.floor_blocks); }
+Status BlockPool::open_floor() {
+  const Status status = raise_floor(options_.floor_blocks);
+  events_.growth = 0;  // what is there from the start is no growth
+  return status;
+}
 
 Status BlockPool::raise_floor(int64_t blocks) {
   if (blocks > options_.max_blocks) return Status(Code::kCapacity, options_.limit);
