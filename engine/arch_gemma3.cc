@@ -24,12 +24,8 @@ class Gemma3 : public Architecture {
   std::string_view name() const override { return "gemma3"; }
 
   Result<HyperParameters> read(const GgufFile& file) const override {
-    auto h = read_common(file, name());
+    auto h = read_decoder(file, name(), GGML_ROPE_TYPE_NEOX, Rotated::kAnyPart);
     if (!h.ok()) return h;
-    auto rope = read_rope(file, name(), *h, GGML_ROPE_TYPE_NEOX);
-    if (!rope.ok()) return rope.status();
-    h->rope = *rope;
-    if (Status s = check_heads(name(), *h, Rotated::kAnyPart); !s.ok()) return s;
     if (Status s = read_windows(file, *h); !s.ok()) return s;
 
     auto final_cap = read_softcap(file, "gemma3.final_logit_softcapping");

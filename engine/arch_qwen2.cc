@@ -11,13 +11,7 @@ class Qwen2 : public Architecture {
   std::string_view name() const override { return "qwen2"; }
 
   Result<HyperParameters> read(const GgufFile& file) const override {
-    auto h = read_common(file, name());
-    if (!h.ok()) return h;
-    auto rope = read_rope(file, name(), *h, GGML_ROPE_TYPE_NEOX);
-    if (!rope.ok()) return rope.status();
-    h->rope = *rope;
-    if (Status s = check_heads(name(), *h, Rotated::kWholeHead); !s.ok()) return s;
-    return h;
+    return read_decoder(file, name(), GGML_ROPE_TYPE_NEOX, Rotated::kWholeHead);
   }
 
   std::vector<TensorSpec> tensors(const HyperParameters& h) const override {

@@ -31,6 +31,17 @@ Status check_heads(std::string_view architecture, const HyperParameters& h, Rota
   return Status();
 }
 
+Result<HyperParameters> read_decoder(const GgufFile& file, std::string_view architecture, int rope_mode,
+                                     Rotated rotated) {
+  auto h = read_common(file, architecture);
+  if (!h.ok()) return h;
+  auto rope = read_rope(file, architecture, *h, rope_mode);
+  if (!rope.ok()) return rope.status();
+  h->rope = *rope;
+  if (Status s = check_heads(architecture, *h, rotated); !s.ok()) return s;
+  return h;
+}
+
 std::vector<TensorSpec> decoder_tensors(const HyperParameters& h, const LayerParts& parts) {
   const int64_t n_q = h.n_head * h.head_dim_k, n_k = h.n_head_kv * h.head_dim_k, n_v = h.n_head_kv * h.head_dim_v;
   const bool all = parts.biases == LayerParts::Biases::kOfEveryMatrix;

@@ -21,6 +21,9 @@ std::string layer_name(int64_t layer, const char* rest);
 // refuses other files of these families, so that there is nothing to compare them with. Errors: kUnsupported.
 enum class Rotated : uint8_t { kWholeHead, kAnyPart };
 Status check_heads(std::string_view architecture, const HyperParameters& h, Rotated rotated);
+// read_common, read_rope and check_heads in one: what every family here starts from.
+Result<HyperParameters> read_decoder(const GgufFile& file, std::string_view architecture, int rope_mode,
+                                     Rotated rotated);
 
 // What a family's layers have besides the seven matrices and the norms before attention and feed-forward.
 struct LayerParts {

@@ -10,10 +10,10 @@
 #include "api/isa.h"
 #include "api/step_plan.h"
 #include "base/env.h"
-#include "base/notice.h"
 #include "base/text.h"
 #include "cache/cache_core.h"
 #include "kernels/kernels.h"
+#include "pagedkv/log.h"
 #include "store/arena.h"
 
 namespace pagedkv {

@@ -3,9 +3,9 @@
 #include <cctype>
 #include <cstdlib>
 
-#include "base/notice.h"
 #include "base/text.h"
 #include "pagedkv/format.h"
+#include "pagedkv/log.h"
 
 namespace pagedkv {
 

@@ -3,8 +3,6 @@
 #include <memory>
 #include <mutex>
 
-#include "base/notice.h"
-
 namespace pagedkv {
 namespace {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/check.h"
-#include "base/notice.h"
+#include "pagedkv/log.h"
 
 namespace pagedkv {
 

@@ -187,10 +187,10 @@ Result<Started> CacheCore::start(std::span<const int32_t> prompt, const StartOpt
 }
 
 // Copies the block that shares most leading tokens with `rest`. Its source is held only while the copy is made.
-bool CacheCore::copy_partial(Sequence& s, std::span<const int32_t> rest, PrefixReason& reason, int64_t& reused) {
-  if (rest.empty()) return false;
+void CacheCore::copy_partial(Sequence& s, std::span<const int32_t> rest, PrefixReason& reason, int64_t& reused) {
+  if (rest.empty()) return;
   const auto best = index_.best_partial(s.node, rest);
-  if (best.n_tokens == 0) return false;
+  if (best.n_tokens == 0) return;
   std::vector<BlockId> sources;
   for (int g = 0; g < n_groups(); ++g) {
     sources.push_back(index_.block(best.entry, g));
@@ -209,11 +209,10 @@ bool CacheCore::copy_partial(Sequence& s, std::span<const int32_t> rest, PrefixR
   }
   if (!room) {
     reason = PrefixReason::kNoRoom;
-    return false;
+    return;
   }
   ++figures_.copies;
   reused += best.n_tokens;
-  return true;
 }
 
 Result<SequenceId> CacheCore::fork(SequenceId id) {

@@ -107,7 +107,7 @@ class CacheCore {
   int64_t first_needed_block(int group, int64_t length) const;
   int64_t first_kept_block(int group, int64_t length) const;
   int64_t window_limit(std::span<const uint32_t> entries, int64_t n) const;
-  bool copy_partial(Sequence& s, std::span<const int32_t> rest, PrefixReason& reason, int64_t& reused);
+  void copy_partial(Sequence& s, std::span<const int32_t> rest, PrefixReason& reason, int64_t& reused);
   Status check_length(int64_t length, int64_t n_new) const;
   Result<std::vector<Sequence*>> begin_step(std::span<const StepRequest> requests, StepArrays& out);
   Status make_room(std::span<Sequence* const> sequences, std::span<const StepSequence> steps);

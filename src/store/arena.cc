@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/notice.h"
 #include "base/text.h"
+#include "pagedkv/log.h"
 
 namespace pagedkv {
 
