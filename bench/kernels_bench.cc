@@ -89,8 +89,8 @@ class Paged {
     auto plan = paged->cache->plan_read(reads);
     if (!plan.ok()) return plan.status();
     paged->plan = std::make_unique<StepPlan>(std::move(*plan));
-    paged->scratch_bytes = paged->cache->scratch_bytes(*paged->plan, threads).n;
-    paged->scratch.reset(new (std::align_val_t{64}) std::byte[size_t(paged->scratch_bytes)]);
+    paged->scratch_bytes_ = paged->cache->scratch_bytes(*paged->plan, threads).n;
+    paged->scratch_.reset(new (std::align_val_t{64}) std::byte[size_t(paged->scratch_bytes_)]);
     std::mt19937 random(9);
     std::normal_distribution<float> normal;
     paged->q.resize(size_t(c.batch * c.rows * c.heads_q * c.head_dim));
@@ -105,7 +105,7 @@ class Paged {
                           .layer = layer,
                           .q = q.data(),
                           .out = out.data(),
-                          .scratch = {scratch.get(), size_t(scratch_bytes)}};
+                          .scratch = {scratch_.get(), size_t(scratch_bytes_)}};
     team.run([&](Part part) {
       if (!cache->attend(args, part).ok()) std::abort();
       team.sync();
@@ -162,8 +162,8 @@ class Paged {
     return Status();
   }
 
-  std::unique_ptr<std::byte[], FreeAligned> scratch;
-  int64_t scratch_bytes = 0;
+  std::unique_ptr<std::byte[], FreeAligned> scratch_;
+  int64_t scratch_bytes_ = 0;
 };
 
 Result<Record> run_case(const Case& c, Format format, const BenchOptions& options, Team& team, double peak) {

@@ -18,7 +18,7 @@ using Floats = float __attribute__((vector_size(64)));
 using Words = uint64_t __attribute__((vector_size(64)));
 
 #if defined(__x86_64__)
-#define PKV_EVERY_ISA __attribute__((target_clones("avx512f", "avx2,fma", "default"), noinline))
+#define PKV_EVERY_ISA __attribute__((target_clones("avx512f", "avx2,fma", "default")))
 #else
 #define PKV_EVERY_ISA __attribute__((noinline))
 #endif
@@ -49,9 +49,9 @@ PKV_EVERY_ISA float multiply_add(int64_t rounds, float seed) {
   for (int i = 0; i < 12; ++i) acc[i] = Floats{} + seed * float(i + 1);
   const Floats x = Floats{} + 0.999999f, y = Floats{} + 1e-6f;
   for (int64_t r = 0; r < rounds; ++r)
-    for (int i = 0; i < 12; ++i) acc[i] = acc[i] * x + y;
+    for (Floats& chain : acc) chain = chain * x + y;
   float sum = 0;
-  for (int i = 0; i < 12; ++i) sum += acc[i][0];
+  for (const Floats& chain : acc) sum += chain[0];
   return sum;
 }
 

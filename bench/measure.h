@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <barrier>
 #include <chrono>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -24,7 +25,7 @@ struct Spread {
 };
 inline Spread spread_of(std::vector<double> samples) {
   std::sort(samples.begin(), samples.end());
-  const auto at = [&](double share) { return samples[size_t(share * double(samples.size() - 1) + 0.5)]; };
+  const auto at = [&](double share) { return samples[size_t(std::lround(share * double(samples.size() - 1)))]; };
   return {at(0.5), at(0.1), at(0.9)};
 }
 
@@ -33,7 +34,7 @@ class Team {
  public:
   explicit Team(int n_threads) : n_(n_threads), barrier_(n_threads) {
     for (int i = 1; i < n_; ++i)
-      threads_.emplace_back([this, i](std::stop_token stop) {
+      threads_.emplace_back([this, i](const std::stop_token& stop) {
         for (;;) {
           barrier_.arrive_and_wait();
           if (stop.stop_requested()) return;
@@ -51,6 +52,7 @@ class Team {
     if (n_ > 1) barrier_.arrive_and_wait();
     body(Part{0, n_});
     if (n_ > 1) barrier_.arrive_and_wait();
+    body_ = nullptr;
   }
   // Called by every thread of a running body.
   void sync() {

@@ -1,8 +1,6 @@
 // Ctrl-C as a flag.
 #pragma once
 
-#include <signal.h>
-
 #include <csignal>
 
 namespace pagedkv::cli {

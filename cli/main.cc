@@ -21,7 +21,7 @@ CLI::App* add_command(CLI::App& app, const std::string& name, const std::string&
   return command;
 }
 
-int main(int argc, char** argv) {
+int command_line(int argc, char** argv) {
   install_notices();
   CLI::App app("Runs GGUF models on a paged, quantized KV cache, and measures it.", "pagedkv");
   app.set_version_flag("--version", kVersion, "print the version and exit");
@@ -90,7 +90,7 @@ int main(int argc, char** argv) {
 int main(int argc, char** argv) {
   using namespace pagedkv;
   try {
-    return cli::main(argc, argv);
+    return cli::command_line(argc, argv);
   } catch (const std::bad_alloc&) {
     return cli::fail(Status(Code::kUnavailable, "[memory] the system gave no more (ulimit -v, cgroup or RAM)"));
   } catch (const std::exception& error) {

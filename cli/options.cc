@@ -8,6 +8,7 @@
 #include <functional>
 #include <limits>
 #include <sstream>
+#include <utility>
 
 #include "pagedkv/log.h"
 #include "pagedkv/paged_kv_cache.h"
@@ -92,7 +93,7 @@ CLI::Option* add(CLI::App& command, const std::string& names, const std::string&
 }
 
 Take whole(int64_t low, int64_t high, std::function<void(int64_t)> store) {
-  return [=](const std::string& word) {
+  return [low, high, store = std::move(store)](const std::string& word) {
     const auto value = read_whole(word, low, high);
     if (value.ok()) store(*value);
     return value.status();

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
@@ -21,7 +22,7 @@ class TimeLeft {
   std::string at(double fraction) const {
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start_;
     if (passed.count() < 1 || fraction <= 0) return "";
-    const auto seconds = static_cast<int64_t>(passed.count() / fraction * (1 - fraction) + 0.5);
+    const auto seconds = std::llround(passed.count() / fraction * (1 - fraction));
     return seconds < 60 ? fmt::format("{} s left", seconds)
                         : fmt::format("{} min {} s left", seconds / 60, seconds % 60);
   }

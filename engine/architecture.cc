@@ -107,7 +107,7 @@ Result<HyperParameters> read_common(const GgufFile& file, std::string_view archi
   HyperParameters h;
   Status problem;
   // Reads in order and stops at the first problem.
-  auto integer = [&](IntegerKey key) -> int64_t {
+  auto integer = [&](const IntegerKey& key) -> int64_t {
     if (!problem.ok()) return 0;
     auto value = read_integer(file, architecture, key);
     if (!value.ok()) problem = value.status();

@@ -13,9 +13,6 @@ namespace {
 
 constexpr int kMaxThreads = 512;             // ggml's own limit
 constexpr int64_t kMaxStepTokens = 1 << 16;  // activations of one step stay within reason
-// ggml multiplies one column by other code than several, and adds in another order there. From two columns on the
-// order is the same for any number: a padding column buys equal bits.
-constexpr int64_t kReproducibleColumns = 2;
 
 std::string mib(int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
@@ -103,7 +100,7 @@ Result<std::unique_ptr<Engine>> Engine::load(const EngineOptions& options) {
   const bool asked = options.context.n > 0;
   impl->context = asked ? options.context : Tokens(info.context_length);
   impl->chunk = options.chunk;
-  if (options.reproducible) impl->min_columns = kReproducibleColumns;
+  if (options.reproducible) impl->min_columns = impl->model->reproducible_columns();
   auto cache = create_cache(cache_options_for(options, info, impl->context), options);
   if (!cache.ok()) return cache.status();
   const Tokens room = (*cache)->capacity();

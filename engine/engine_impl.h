@@ -44,7 +44,7 @@ struct Engine::Impl {
   Scratch scratch;
   Tokens context;
   Tokens chunk;
-  int64_t min_columns = 1;  // of every matrix product; 2 where logits must be reproducible
+  int64_t min_columns = 1;  // of every matrix product; padded to Model::reproducible_columns() where asked
 };
 
 }  // namespace pagedkv::engine

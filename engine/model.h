@@ -24,6 +24,9 @@ class Model {
   // Reads every weight page once, so that the first step does not wait for the disk. `progress` gets 0 to 1.
   void read_in(const std::function<void(double fraction)>& progress) const;
 
+  // Fewest columns from which ggml's product with every weight adds in one order, whatever their number.
+  int64_t reproducible_columns() const;
+
   const ModelInfo& info() const { return info_; }
   const HyperParameters& hyper_parameters() const { return hyper_parameters_; }
   const Architecture& architecture() const { return *architecture_; }

@@ -51,7 +51,6 @@ Projections project(int layer, std::span<const StepRequest> requests, const Step
   return rows;
 }
 
-// [readme]
 // One step over the new tokens of any number of sequences. Returns the last layer's attention,
 // [n_tokens, kQueryHeads, kHeadDim].
 Result<std::vector<float>> step(Cache& cache, std::span<const StepRequest> requests) {
@@ -83,7 +82,6 @@ Result<std::vector<float>> step(Cache& cache, std::span<const StepRequest> reque
   }
   return out;
 }
-// [/readme]
 
 int failures = 0;
 

@@ -11,7 +11,7 @@ BlockPool::BlockPool(const Options& options, BlockSource& source, std::function<
     : options_(options), source_(source), on_evict_(std::move(on_evict)) {}
 
 Status BlockPool::open_floor() {
-  const Status status = raise_floor(options_.floor_blocks);
+  Status status = raise_floor(options_.floor_blocks);
   events_.growth = 0;  // what is there from the start is no growth
   return status;
 }

@@ -11,9 +11,9 @@ namespace {
 
 constexpr int kLanes = 4;  // floats of a Vec; kTileTokens is a multiple
 constexpr int kAccs = 8;   // Vecs that one register block accumulates into: 8 or 16
-typedef float Vec __attribute__((vector_size(16)));
-typedef int32_t IntVec __attribute__((vector_size(16)));
-typedef uint32_t BitVec __attribute__((vector_size(16)));
+using Vec = float __attribute__((vector_size(16)));
+using IntVec = int32_t __attribute__((vector_size(16)));
+using BitVec = uint32_t __attribute__((vector_size(16)));
 
 PKV_INLINE Vec set1(float x) { return Vec{x, x, x, x}; }
 PKV_INLINE Vec zero() { return set1(0); }

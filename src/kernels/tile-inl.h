@@ -86,16 +86,17 @@ PKV_INLINE void prefetch_row(const uint8_t* row, int64_t row_bytes) {
 //   q  [R, q_stride] in lane order   s  [R, kTile]
 template <class Codec, int R>
 void dot_rows(const TileRows& k, const float* q, int64_t q_stride, int begin, int end, float* s) {
-  constexpr int T = tokens_per_block(R);  // tokens of a register block: R * T accumulators, reduced together
-  constexpr int kGroup = T < 4 ? T : 4;   // tokens whose chains run at once
+  constexpr int kTokens =
+      tokens_per_block(R);  // tokens of a register block: R * kTokens accumulators, reduced together
+  constexpr int kGroup = kTokens < 4 ? kTokens : 4;  // tokens whose chains run at once
   const int64_t n_full = k.row_bytes / Codec::kUnitBytes;
   const int n_tail = int(k.row_bytes - n_full * Codec::kUnitBytes);
-  for (int t = begin / T * T; t < end; t += T) {
+  for (int t = begin / kTokens * kTokens; t < end; t += kTokens) {
     Vec acc[kAccs];
 #pragma GCC unroll 16
-    for (int i = 0; i < kAccs; ++i) acc[i] = zero();
+    for (Vec& sum : acc) sum = zero();
 #pragma GCC unroll 4
-    for (int g = 0; g < T; g += kGroup) {
+    for (int g = 0; g < kTokens; g += kGroup) {
       const uint8_t* row[kGroup];
 #pragma GCC unroll 4
       for (int j = 0; j < kGroup; ++j) row[j] = k.rows[t + g + j];
@@ -109,7 +110,7 @@ void dot_rows(const TileRows& k, const float* q, int64_t q_stride, int begin, in
           for (int i = 0; i < Codec::kVecs; ++i) {
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
-              acc[r * T + g + j] = fma(load(qu + r * q_stride + i * kLanes), x[i], acc[r * T + g + j]);
+              acc[r * kTokens + g + j] = fma(load(qu + r * q_stride + i * kLanes), x[i], acc[r * kTokens + g + j]);
             }
           }
         }
@@ -124,19 +125,19 @@ void dot_rows(const TileRows& k, const float* q, int64_t q_stride, int begin, in
           for (int i = 0; i < Codec::kVecs; ++i) {
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
-              acc[r * T + g + j] = fma(load(qu + r * q_stride + i * kLanes), x[i], acc[r * T + g + j]);
+              acc[r * kTokens + g + j] = fma(load(qu + r * q_stride + i * kLanes), x[i], acc[r * kTokens + g + j]);
             }
           }
         }
       }
     }
     if (k.ahead != nullptr) {
-      for (int j = 0; j < T; ++j) prefetch_row(k.ahead[t + j], k.row_bytes);
+      for (int j = 0; j < kTokens; ++j) prefetch_row(k.ahead[t + j], k.row_bytes);
     }
     alignas(64) float sums[kAccs];
     reduce_accs(acc, sums);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) __builtin_memcpy(s + r * kTile + t, sums + r * T, T * sizeof(float));
+    for (int r = 0; r < R; ++r) __builtin_memcpy(s + r * kTile + t, sums + r * kTokens, kTokens * sizeof(float));
   }
 }
 
@@ -144,15 +145,15 @@ void dot_rows(const TileRows& k, const float* q, int64_t q_stride, int begin, in
 template <class Codec, int R, int U, bool kTail>
 PKV_INLINE void add_panel(const TileRows& v, const float* p, const float* alpha, int begin, int end, int64_t offset,
                           int n_tail, float* acc, int64_t acc_stride) {
-  constexpr int C = U * Codec::kVecs;
-  Vec a[R * C];
+  constexpr int kVecs = U * Codec::kVecs;
+  Vec a[R * kVecs];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) a[r * C + c] = mul(load(acc + r * acc_stride + c * kLanes), set1(alpha[r]));
+    for (int c = 0; c < kVecs; ++c) a[r * kVecs + c] = mul(load(acc + r * acc_stride + c * kLanes), set1(alpha[r]));
   }
   for (int t = begin; t < end; ++t) {
-    Vec x[C];
+    Vec x[kVecs];
 #pragma GCC unroll 8
     for (int u = 0; u < U; ++u) {
       const uint8_t* unit = v.rows[t] + offset + u * Codec::kUnitBytes;
@@ -169,13 +170,13 @@ PKV_INLINE void add_panel(const TileRows& v, const float* p, const float* alpha,
     for (int r = 0; r < R; ++r) {
       const Vec weight = set1(p[r * kTile + t]);
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) a[r * C + c] = fma(weight, x[c], a[r * C + c]);
+      for (int c = 0; c < kVecs; ++c) a[r * kVecs + c] = fma(weight, x[c], a[r * kVecs + c]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) store(acc + r * acc_stride + c * kLanes, a[r * C + c]);
+    for (int c = 0; c < kVecs; ++c) store(acc + r * acc_stride + c * kLanes, a[r * kVecs + c]);
   }
 }
 

@@ -83,5 +83,12 @@ TEST(ReproducibleModel, SmolLM2) {
       70);
 }
 
+// 262,144 logits a token keep this one short; the tiny models go past their windows.
+TEST(ReproducibleModel, Gemma3) {
+  const std::string model = gemma3();
+  if (model.empty()) GTEST_SKIP() << "no Gemma 3 270M: set PAGEDKV_TEST_GEMMA3, or run tools/model gemma3";
+  expect_equal_bits({.model_path = model, .context = Tokens(256), .threads = 1, .reproducible = true}, 40);
+}
+
 }  // namespace
 }  // namespace pagedkv::engine

@@ -46,7 +46,18 @@ Contents with_matrices_of(ggml_type type) {
   return read_file(file.path());
 }
 
-TEST(WeightTypes, GiveLibllamasLogits) {
+// Chunks of 1 to 16 columns give the bits of 40 at once.
+void expect_reproducible(const std::string& path, std::string_view type) {
+  World world({.model_path = path,
+               .threads = 1,
+               .num_blocks = Blocks(64),
+               .kv_memory = Bytes(64 << 20),
+               .reproducible = true});
+  const auto tokens = random_tokens(40, world.vocab_size(), 2);
+  EXPECT_EQ(world.logits(tokens, {1, 2, 3, 9, 5, 16, 4}), world.logits(tokens, {40})) << type;
+}
+
+TEST(WeightTypes, GiveLibllamasLogitsAndReproducibleOnes) {
   ggml_cpu_init();
   int n_types = 0;
   for (int i = 0; i < GGML_TYPE_COUNT; ++i) {
@@ -68,6 +79,7 @@ TEST(WeightTypes, GiveLibllamasLogits) {
     // Quantized products round activations, too: the last bit of one attention may choose another step of 1/127.
     EXPECT_LE(worst_error(world.logits(tokens, {40}), oracle.logits(tokens), world.vocab_size()), 0.1)
         << ggml_type_name(type);
+    expect_reproducible(file.path(), ggml_type_name(type));
     ++n_types;
     std::printf("%s ", ggml_type_name(type));
   }

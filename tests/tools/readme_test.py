@@ -1,25 +1,53 @@
 """What the documents show is what the tree holds."""
 import re
+import textwrap
 import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def marked_region(file):
-    return re.search(r"^// \[readme\]\n(.*?)^// \[/readme\]$", file.read_text(), re.DOTALL | re.MULTILINE)[1]
+def fences(document, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def is_passage(passage, text):
+    """True if the lines of `passage` follow each other in `text`, apart from an indentation common to all of them."""
+    wanted, lines = textwrap.dedent(passage).splitlines(), text.splitlines()
+    return any(textwrap.dedent("\n".join(lines[at:at + len(wanted)])).splitlines() == wanted
+               for at in range(len(lines) - len(wanted) + 1)) and passage.strip() != ""
 
 
 class Documents(unittest.TestCase):
-    def test_the_readme_shows_the_marked_region_of_the_example(self):
-        blocks = re.findall(r"^```cpp\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-        self.assertEqual(blocks[0], marked_region(ROOT / "examples/engine_step.cc"))
+    def assert_shown(self, document, language, sources):
+        texts = [source.read_text() for source in sources]
+        shown = fences(ROOT / document, language)
+        self.assertTrue(shown)
+        for passage in shown:
+            with self.subTest(document=document, begins=passage.splitlines()[0]):
+                self.assertTrue(any(is_passage(passage, text) for text in texts))
+
+    def test_a_passage_is_found_at_another_indentation_and_not_with_a_change(self):
+        text = "int f() {\n  if (x) {\n    return 1;\n  }\n\n  return 2;\n}\n"
+        self.assertTrue(is_passage("if (x) {\n  return 1;\n}\n\nreturn 2;\n", text))
+        for other in ["", "if (x) {\nreturn 1;\n}\n", "if (x) {\n  return 1;\n}\nreturn 2;\n", "return 3;\n", "return\n"]:
+            self.assertFalse(is_passage(other, text), other)
+
+    def test_the_cpp_of_readme_and_library_guide_is_of_the_examples(self):
+        # Every .cc there is built and run by ctest (examples/CMakeLists.txt).
+        examples = sorted((ROOT / "examples").glob("*.cc"))
+        self.assert_shown("README.md", "cpp", examples)
+        self.assert_shown("docs/library.md", "cpp", examples)
+
+    def test_the_cmake_of_the_library_guide_is_of_the_consumer_that_is_tested(self):
+        self.assert_shown("docs/library.md", "cmake", [ROOT / "tests/install/consumer/CMakeLists.txt"])
 
     def test_every_relative_link_of_every_document_leads_to_a_file(self):
         documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
         self.assertGreater(len(documents), 3)
         for document in documents:
-            for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)|src(?:set)?=\"([^\"]+)\"", document.read_text()):
+            prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+            for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)|src(?:set)?=\"([^\"]+)\"", prose):
                 link = "".join(target)
                 if "://" in link or link.startswith("mailto:"):
                     continue
