@@ -4,8 +4,8 @@
 // are folded from left to right by one function, and what a row does not see changes none of its bits.
 #pragma once
 
+#include "kernels/codes-inl.h"
 #include "kernels/softmax-inl.h"
-#include "kernels/tile-inl.h"
 
 namespace pagedkv::kernels::PKV_ISA {
 namespace {
@@ -24,29 +24,47 @@ PKV_INLINE int64_t state_rows(const LayerStore& layer, const AttendShape& shape)
   return max64(kStateRows, shape.num_q_heads / layer.num_kv_heads);
 }
 
+PKV_INLINE int64_t padded_sums(const LayerStore& layer, const AttendShape& shape) {
+  return shape.v_codes ? padded_codes(layer.v.head_dim) : padded_dim(layer.v.format, layer.v.head_dim);
+}
+PKV_INLINE Lanes lanes_of_sums(const LayerStore& layer, const AttendShape& shape) {
+  if (shape.v_codes) return Lanes::kZipped;
+  return layer.v.format == Format::kQ4 ? Lanes::kEvenOdd : Lanes::kInOrder;
+}
+
 // The scratch of one part, cut into arrays. Rows are padded to whole units and in lane order.
 struct Scratch {
-  int64_t dk, dv;  // floats of a row of q and k, of acc and v
-  float* q;        // [state_rows, dk]
-  float* acc;      // [state_rows, dv] of the current run
-  float* total;    // [state_rows, dv] of the runs before
-  RowState* run;   // [state_rows]
-  RowState* runs;  // [state_rows]
-  float* k_tile;   // [kTile, dk] decoded
-  float* v_tile;   // [kTile, dv]
+  int64_t dk, dv;     // floats of a row of q and k, of acc and v
+  float* q;           // [state_rows, dk]; not where queries are codes
+  int64_t dq;         // bytes of a row of query codes; 0: queries are floats
+  uint8_t* q_codes;   // [state_rows, dq]
+  uint8_t* q_spread;  // [state_rows, 4 * dq]
+  float* q_scales;    // [state_rows]
+  int32_t* q_sums;    // [state_rows]
+  float* acc;         // [state_rows, dv] of the current run
+  float* total;       // [state_rows, dv] of the runs before
+  RowState* run;      // [state_rows]
+  RowState* runs;     // [state_rows]
+  float* k_tile;      // [kTile, dk] decoded
+  float* v_tile;      // [kTile, dv]
   int64_t bytes;
 
   Scratch(const LayerStore& layer, const AttendShape& shape, std::byte* base) {
     const int64_t n = state_rows(layer, shape);
     dk = padded_dim(layer.k.format, layer.k.head_dim);
-    dv = padded_dim(layer.v.format, layer.v.head_dim);
+    dv = padded_sums(layer, shape);
+    dq = shape.k_codes ? padded_codes(layer.k.head_dim) : 0;
     int64_t at = 0;
     const auto take = [&](int64_t floats) {
       float* array = base == nullptr ? nullptr : reinterpret_cast<float*>(base + at);
       at += round_up(floats * int64_t(sizeof(float)), 64);
       return array;
     };
-    q = take(n * dk);
+    q = take(shape.k_codes ? 0 : n * dk);
+    q_codes = reinterpret_cast<uint8_t*>(take(n * dq / 4));
+    q_spread = reinterpret_cast<uint8_t*>(take(n * dq));
+    q_scales = take(n);
+    q_sums = reinterpret_cast<int32_t*>(take(n));
     acc = take(n * dv);
     total = take(n * dv);
     run = reinterpret_cast<RowState*>(take(n * 2));
@@ -149,13 +167,18 @@ class Attention {
     write_rows(block, folded);
   }
 
-  // q * scale, in lane order.
+  // q * scale, in lane order or as codes.
   void fetch_queries(const Block& block) {
     int64_t row = 0;
     for (int64_t h = block.head_begin; h < block.head_end; ++h) {
       for (int64_t token = block.token_begin; token < block.token_end; ++token) {
         const float* q = call_.q + token * call_.q_token_stride + h * group_ * k_.head_dim;
         for (int64_t g = 0; g < group_; ++g, ++row, q += k_.head_dim) {
+          if (call_.shape.k_codes) {
+            encode_query(q, k_.head_dim, call_.scale, scratch_.q_codes + row * scratch_.dq,
+                         scratch_.q_spread + row * 4 * scratch_.dq, scratch_.q_scales + row, scratch_.q_sums + row);
+            continue;
+          }
           float* lanes = scratch_.q + row * scratch_.dk;
           if (k_.format == Format::kQ4) {
             for (int64_t i = 0; i < scratch_.dk; ++i) lanes[i] = 0;
@@ -189,13 +212,22 @@ class Attention {
     TileRows k{tile.k, nullptr, k_bytes_}, v{tile.v, nullptr, v_bytes_};
     const Products* k_products = &products_of(k_.format);
     const Products* v_products = &products_of(v_.format);
+    const bool k_codes = call_.shape.k_codes, v_codes = call_.shape.v_codes;
     if (!direct) {
       decode_tile(block, first, tile);
-      k = {k_tile_, nullptr, scratch_.dk * int64_t(sizeof(float))};
-      v = {v_tile_, nullptr, scratch_.dv * int64_t(sizeof(float))};
-      k_products = v_products = &kProducts<F32Codec>;
+      if (!k_codes) {
+        k = {k_tile_, nullptr, scratch_.dk * int64_t(sizeof(float))};
+        k_products = &kProducts<F32Codec>;
+      }
+      if (!v_codes) {
+        v = {v_tile_, nullptr, scratch_.dv * int64_t(sizeof(float))};
+        v_products = &kProducts<F32Codec>;
+      }
     }
     alignas(64) float s[kBlockRows * kTile];
+    alignas(64) uint8_t codes[kBlockRows * kTile];
+    float scales[kBlockRows];
+    const WeightCodes weights{codes, scales};
     float alpha[kBlockRows];
     int lo[kBlockRows], hi[kBlockRows];
     for (int64_t r = 0; r < block.head_rows; r += kBlockRows) {
@@ -219,9 +251,20 @@ class Attention {
         k.ahead = v.ahead = nullptr;
       }
       const int64_t row = h * block.head_rows + r;
-      k_products->dot[n - 1](k, scratch_.q + row * scratch_.dk, scratch_.dk, begin, end, s);
-      weigh(tile, n, lo, hi, begin, end, s, scratch_.run + row, alpha);
-      v_products->add[n - 1](v, s, alpha, begin, end, scratch_.acc + row * scratch_.dv, scratch_.dv);
+      float* acc = scratch_.acc + row * scratch_.dv;
+      if (k_codes) {
+        code_products_of(k_.format).dot[n - 1](k, query_codes(row), begin, end, s);
+      } else {
+        k_products->dot[n - 1](k, scratch_.q + row * scratch_.dk, scratch_.dk, begin, end, s);
+      }
+      if (v_codes) {
+        const CodeProducts& products = code_products_of(v_.format);
+        weigh<true>(tile, n, lo, hi, begin, end, s, scratch_.run + row, alpha, weights, products.max_weight);
+        products.add[n - 1](v, weights, alpha, begin, end, acc, scratch_.dv);
+      } else {
+        weigh<false>(tile, n, lo, hi, begin, end, s, scratch_.run + row, alpha, weights, 0);
+        v_products->add[n - 1](v, s, alpha, begin, end, acc, scratch_.dv);
+      }
     }
   }
 
@@ -232,14 +275,25 @@ class Attention {
     }
     const DecodeRow decode_k = decoder_of(k_.format), decode_v = decoder_of(v_.format);
     const int k_begin = begin / kAccs * kAccs, k_end = int(round_up(tile.n, kAccs));
-    for (int t = k_begin; t < k_end; ++t) decode_k(tile.k[t], k_bytes_, scratch_.k_tile + t * scratch_.dk);
-    for (int t = begin; t < tile.n; ++t) decode_v(tile.v[t], v_bytes_, scratch_.v_tile + t * scratch_.dv);
+    if (!call_.shape.k_codes)
+      for (int t = k_begin; t < k_end; ++t) decode_k(tile.k[t], k_bytes_, scratch_.k_tile + t * scratch_.dk);
+    if (!call_.shape.v_codes)
+      for (int t = begin; t < tile.n; ++t) decode_v(tile.v[t], v_bytes_, scratch_.v_tile + t * scratch_.dv);
+  }
+
+  QueryCodes query_codes(int64_t row) const {
+    return {.codes = scratch_.q_codes + row * scratch_.dq,
+            .spread = scratch_.q_spread + row * 4 * scratch_.dq,
+            .scale = scratch_.q_scales + row,
+            .sum = scratch_.q_sums + row,
+            .row_bytes = scratch_.dq};
   }
 
   // Scores to weights: s becomes p times V's scale in [begin, end), 0 for what row i does not see, outside
-  // [lo[i], hi[i]). alpha is the factor of what each row has summed before.
+  // [lo[i], hi[i]). alpha is the factor of what each row has summed before. Weights as codes, too, if asked.
+  template <bool kCodes>
   void weigh(const Tile& tile, int n_rows, const int* lo, const int* hi, int begin, int end, float* s,
-             RowState* states, float* alpha) {
+             RowState* states, float* alpha, const WeightCodes& weights, float max_weight) {
     alignas(64) float fall[kLanes] = {};  // old maximum - new one, row by row
     float sums[kBlockRows];
     static_assert(kLanes >= kBlockRows);
@@ -266,12 +320,22 @@ class Attention {
       if (tile.missing != 0) tile_max = mask_missing(tile, row, v_begin, end);
       const float old_max = states[r].max, new_max = old_max < tile_max ? tile_max : old_max;
       const Vec base = set1(finite_max(new_max));
-      Vec sum = zero();
+      Vec sum = zero(), largest = zero();
       for (int t = v_begin; t < end; t += kLanes) {
         Vec p = exp(sub(load(row + t), base));
         sum = add(sum, p);
         if (v_scaled) p = mul(p, load(tile.v_scales + t));
         store(row + t, p);
+        if constexpr (kCodes) largest = max(largest, p);
+      }
+      if constexpr (kCodes) {
+        // Sums of such small weights vanish beside those of the tile with the maximum, or all is 0.
+        const float top = reduce_max(largest);
+        const Vec steps = set1(top > 1e-30f ? max_weight / top : 0.0f);
+        uint8_t* codes = weights.codes + r * kTile;
+        __builtin_memset(codes, 0, kTile);
+        for (int t = v_begin; t < end; t += kLanes) store_u8(codes + t, mul(load(row + t), steps));
+        weights.scale[r] = top / max_weight;
       }
       sums[r] = reduce_add(sum);
       fall[r] = old_max - finite_max(new_max);
@@ -320,7 +384,7 @@ class Attention {
  public:
   static void finish(const AttendCall& call, float* acc, RowState state, int64_t token, int64_t q_head) {
     const int64_t row = token * call.shape.num_q_heads + q_head, head_dim = call.layer.v.head_dim;
-    finish_row(acc, state, call.layer.v.format, head_dim,
+    finish_row(acc, state, lanes_of_sums(call.layer, call.shape), padded_sums(call.layer, call.shape), head_dim,
                {.out = call.out + row * head_dim,
                 .lse = call.lse == nullptr ? nullptr : call.lse + row,
                 .sink = call.sinks == nullptr ? nullptr : call.sinks + q_head});
@@ -373,12 +437,12 @@ void attend(const AttendCall& call, Part part) {
 // Parts share the flat (row, query head) grid of all merge items.
 void merge(const AttendCall& call, Part part) {
   const int64_t q_heads = call.shape.num_q_heads, head_dim = call.layer.v.head_dim;
-  const int64_t stride = partial_floats(head_dim), padded = padded_dim(call.layer.v.format, head_dim);
+  const int64_t stride = partial_floats(head_dim), padded = padded_sums(call.layer, call.shape);
   int64_t total = 0;
   for (int64_t i = 0; i < call.n_merges; ++i) total += call.merges[i].row_end - call.merges[i].row_begin;
   total *= q_heads;
   const int64_t begin = total * part.index / part.count, end = total * (part.index + 1) / part.count;
-  alignas(64) float acc[kMaxHeadDim + 32];
+  alignas(64) float acc[kMaxHeadDim];
   int64_t first = 0;  // flat index of the item's first row
   for (int64_t i = 0; i < call.n_merges && first < end; ++i) {
     const MergeItem& item = call.merges[i];

@@ -14,6 +14,9 @@ bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+bool has_avx512_vnni() {
+  return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+}
 bool has_f16c() {  // whose name clang 14 does not know; its registers are those of AVX2
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
@@ -21,16 +24,18 @@ bool has_f16c() {  // whose name clang 14 does not know; its registers are those
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 #else
 bool has_avx512() { return false; }
+bool has_avx512_vnni() { return false; }
 bool has_avx2() { return false; }
 #endif
 bool has_neon() { return true; }  // part of AArch64; elsewhere there is no code for it
 bool has_anything() { return true; }
 
 struct Table {
-  Entry entries[4];
+  Entry entries[5];
   size_t size = 0;
 
   Table() {
+    add("avx512_vnni", has_avx512_vnni, avx512_vnni_functions());
     add("avx512", has_avx512, avx512_functions());
     add("avx2", has_avx2, avx2_functions());
     add("neon", has_neon, neon_functions());

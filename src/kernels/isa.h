@@ -18,6 +18,7 @@ struct IsaFunctions {
 const IsaFunctions* scalar_functions();
 const IsaFunctions* avx2_functions();
 const IsaFunctions* avx512_functions();
+const IsaFunctions* avx512_vnni_functions();
 const IsaFunctions* neon_functions();
 
 }  // namespace pagedkv::kernels

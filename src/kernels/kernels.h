@@ -94,6 +94,9 @@ struct MergeItem {
 struct AttendShape {
   int64_t num_q_heads = 0;
   int64_t sliding_window = 0;  // 0: none
+  // Products over the codes themselves, in integers: queries rounded to int8 for K, weights to 8 bits for V. Only
+  // for formats with codes.
+  bool k_codes = false, v_codes = false;
 };
 
 // Items and merges are pointers with counts, not spans: the units of an instruction set must not instantiate std
@@ -118,8 +121,8 @@ struct AttendCall {
   int64_t part_scratch_bytes = 0;
 };
 
-// Floats of one partial: sums of p*v in the entry's lane order, padded to 32; then the row maximum, the row sum.
-constexpr int64_t partial_floats(int64_t head_dim_v) { return (head_dim_v + 31) / 32 * 32 + 16; }
+// Floats of one partial: sums of p*v in the entry's lane order, padded to 64; then the row maximum, the row sum.
+constexpr int64_t partial_floats(int64_t head_dim_v) { return (head_dim_v + 63) / 64 * 64 + 16; }
 
 // One instruction set's kernels.
 struct Entry {

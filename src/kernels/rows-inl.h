@@ -59,6 +59,13 @@ PKV_INLINE int64_t lane_of(Format format, int64_t element) {
   return element - in_unit + in_unit / 2 + (in_unit % 2) * kLanes;
 }
 
+// Codes of one register of bytes, and where the int8 path's interleaving puts a channel (codes-inl.h).
+constexpr int kUnit = 4 * kLanes;
+PKV_INLINE int64_t zipped_lane(int64_t channel) {
+  const int64_t i = channel % kUnit;
+  return channel - i + i / 4 % 4 * kLanes + i / 16 * 4 + i % 4;
+}
+
 PKV_INLINE int64_t packed_bytes(Format format, int64_t head_dim) { return row_bytes(format, head_dim).n; }
 constexpr bool has_scales(Format format) {
   return format == Format::kQ8 || format == Format::kQ6 || format == Format::kQ4;

@@ -113,5 +113,86 @@ PKV_INLINE void store_i8(int8_t* p, Vec v) {
 }
 PKV_INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
+// --- codes: 32 bytes, summed up in 8 int lanes -------------------------------------------------------------------
+
+using Codes = __m256i;
+using Ints = __m256i;
+constexpr int kSignedBias = 0;
+constexpr int kMaxWeight = 127;
+
+PKV_INLINE Ints no_ints() { return _mm256_setzero_si256(); }
+PKV_INLINE Codes load_codes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+PKV_INLINE void store_codes(uint8_t* p, Codes x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+PKV_INLINE Codes repeat4(const uint8_t* p) {
+  int32_t x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return _mm256_set1_epi32(x);
+}
+PKV_INLINE Ints dot_unsigned(Ints sum, Codes a, Codes b) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
+}
+PKV_INLINE Ints dot_signed(Ints sum, Codes a, Codes b) {  // |a| times b with a's sign
+  return dot_unsigned(sum, _mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
+}
+
+PKV_INLINE Codes load_q8_codes(const uint8_t* p) { return load_codes(p); }
+PKV_INLINE Codes load_q4_codes(const uint8_t* p) {
+  const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_and_si256(_mm256_or_si256(words, _mm256_slli_epi16(words, 4)), _mm256_set1_epi8(15));
+}
+// 24 bytes are 32 codes: three bytes to each dword, then shifted into place.
+PKV_INLINE Codes load_q6_codes(const uint8_t* p) {
+  const __m256i halves = _mm256_set_m128i(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)),
+                                          _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i x =
+      _mm256_shuffle_epi8(halves, _mm256_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1,  //
+                                                   4, 5, 6, -1, 7, 8, 9, -1, 10, 11, 12, -1, 13, 14, 15, -1));
+  const __m256i low = _mm256_or_si256(_mm256_and_si256(x, _mm256_set1_epi32(0x3f)),
+                                      _mm256_and_si256(_mm256_slli_epi32(x, 2), _mm256_set1_epi32(0x3f00)));
+  const __m256i high = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi32(x, 4), _mm256_set1_epi32(0x3f0000)),
+                                       _mm256_and_si256(_mm256_slli_epi32(x, 6), _mm256_set1_epi32(0x3f000000)));
+  return _mm256_or_si256(low, high);
+}
+
+PKV_INLINE void transpose_dwords(Codes* x) {
+  const __m256i ab0 = _mm256_unpacklo_epi32(x[0], x[1]), ab1 = _mm256_unpackhi_epi32(x[0], x[1]);
+  const __m256i cd0 = _mm256_unpacklo_epi32(x[2], x[3]), cd1 = _mm256_unpackhi_epi32(x[2], x[3]);
+  x[0] = _mm256_unpacklo_epi64(ab0, cd0);
+  x[1] = _mm256_unpackhi_epi64(ab0, cd0);
+  x[2] = _mm256_unpacklo_epi64(ab1, cd1);
+  x[3] = _mm256_unpackhi_epi64(ab1, cd1);
+}
+PKV_INLINE void zip_bytes(Codes* x) {
+  const __m256i ab0 = _mm256_unpacklo_epi8(x[0], x[1]), ab1 = _mm256_unpackhi_epi8(x[0], x[1]);
+  const __m256i cd0 = _mm256_unpacklo_epi8(x[2], x[3]), cd1 = _mm256_unpackhi_epi8(x[2], x[3]);
+  x[0] = _mm256_unpacklo_epi16(ab0, cd0);
+  x[1] = _mm256_unpackhi_epi16(ab0, cd0);
+  x[2] = _mm256_unpacklo_epi16(ab1, cd1);
+  x[3] = _mm256_unpackhi_epi16(ab1, cd1);
+}
+PKV_INLINE Ints fold_quarters_of(const Ints* a) {
+  return _mm256_add_epi32(_mm256_permute2x128_si256(a[0], a[1], 0x20), _mm256_permute2x128_si256(a[0], a[1], 0x31));
+}
+PKV_INLINE void transpose_quarters(Codes* x) {
+  const __m256i low = _mm256_permute2x128_si256(x[0], x[1], 0x20);
+  x[1] = _mm256_permute2x128_si256(x[0], x[1], 0x31);
+  x[0] = low;
+}
+PKV_INLINE Vec to_floats(Ints x, int32_t less) {
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(x, _mm256_set1_epi32(less)));
+}
+PKV_INLINE void store_u8(uint8_t* p, Vec v) {
+  const __m256i codes = _mm256_cvtps_epi32(v);
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+PKV_INLINE int32_t sum_u8(const uint8_t* p, int n) {
+  __m256i sum = _mm256_setzero_si256();
+  for (int i = 0; i < n; i += 32)
+    sum = _mm256_add_epi64(sum, _mm256_sad_epu8(load_codes(p + i), _mm256_setzero_si256()));
+  const __m128i pair = _mm_add_epi64(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+  return int32_t(_mm_extract_epi64(pair, 0) + _mm_extract_epi64(pair, 1));
+}
+
 }  // namespace
 }  // namespace pagedkv::kernels::PKV_ISA

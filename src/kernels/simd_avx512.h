@@ -114,5 +114,112 @@ PKV_INLINE void store_i8(int8_t* p, Vec v) {
 }
 PKV_INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
+// --- codes: 64 bytes, summed up in 16 int lanes ------------------------------------------------------------------
+
+using Codes = __m512i;
+using Ints = __m512i;
+
+PKV_INLINE Ints no_ints() { return _mm512_setzero_si512(); }
+PKV_INLINE Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+PKV_INLINE void store_codes(uint8_t* p, Codes x) { _mm512_storeu_si512(p, x); }
+PKV_INLINE Codes repeat4(const uint8_t* p) {
+  int32_t x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return _mm512_set1_epi32(x);
+}
+
+#if defined(__AVX512VNNI__)
+constexpr int kSignedBias = 128;
+constexpr int kMaxWeight = 255;
+PKV_INLINE Ints dot_unsigned(Ints sum, Codes a, Codes b) { return _mm512_dpbusd_epi32(sum, a, b); }
+PKV_INLINE Ints dot_signed(Ints sum, Codes a, Codes b) {
+  return _mm512_dpbusd_epi32(sum, _mm512_xor_si512(a, _mm512_set1_epi8(-128)), b);
+}
+#else
+constexpr int kSignedBias = 0;
+constexpr int kMaxWeight = 127;
+PKV_INLINE Ints dot_unsigned(Ints sum, Codes a, Codes b) {
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1)));
+}
+PKV_INLINE Ints dot_signed(Ints sum, Codes a, Codes b) {  // |a| times b with a's sign
+  const Codes signed_b = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
+  return dot_unsigned(sum, _mm512_abs_epi8(a), signed_b);
+}
+#endif
+
+PKV_INLINE Codes load_q8_codes(const uint8_t* p) { return load_codes(p); }
+PKV_INLINE Codes spread_q4(__m256i x) {  // byte k to bytes 2k (low nibble) and 2k+1 (high nibble)
+  const __m512i words = _mm512_cvtepu8_epi16(x);
+  return _mm512_and_si512(_mm512_or_si512(words, _mm512_slli_epi16(words, 4)), _mm512_set1_epi8(15));
+}
+PKV_INLINE Codes load_q4_codes(const uint8_t* p) {
+  return spread_q4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+// 48 bytes are 64 codes: six bytes to each group of eight codes, then shifted into place.
+PKV_INLINE Codes load_q6_codes(const uint8_t* p) {
+  const __m512i bytes = _mm512_maskz_loadu_epi8(~uint64_t{0} >> 16, p);
+#if defined(__AVX512VBMI__)
+  const __m512i places =
+      _mm512_set_epi64(0x00002f2e2d2c2b2a, 0x0000292827262524, 0x0000232221201f1e, 0x00001d1c1b1a1918,
+                       0x0000171615141312, 0x000011100f0e0d0c, 0x00000b0a09080706, 0x0000050403020100);
+  const __m512i groups = _mm512_permutexvar_epi8(places, bytes);
+  const __m512i shifts = _mm512_set1_epi64(0x2a241e18120c0600);
+  return _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, groups), _mm512_set1_epi8(63));
+#else
+  // Twelve bytes to each quarter, three to each dword.
+  const __m512i quarters =
+      _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11), bytes);
+  const __m512i x = _mm512_shuffle_epi8(
+      quarters, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1)));
+  const __m512i low = _mm512_or_si512(_mm512_and_si512(x, _mm512_set1_epi32(0x3f)),
+                                      _mm512_and_si512(_mm512_slli_epi32(x, 2), _mm512_set1_epi32(0x3f00)));
+  const __m512i high = _mm512_or_si512(_mm512_and_si512(_mm512_slli_epi32(x, 4), _mm512_set1_epi32(0x3f0000)),
+                                       _mm512_and_si512(_mm512_slli_epi32(x, 6), _mm512_set1_epi32(0x3f000000)));
+  return _mm512_or_si512(low, high);
+#endif
+}
+
+PKV_INLINE void transpose_dwords(Codes* x) {
+  const __m512i ab0 = _mm512_unpacklo_epi32(x[0], x[1]), ab1 = _mm512_unpackhi_epi32(x[0], x[1]);
+  const __m512i cd0 = _mm512_unpacklo_epi32(x[2], x[3]), cd1 = _mm512_unpackhi_epi32(x[2], x[3]);
+  x[0] = _mm512_unpacklo_epi64(ab0, cd0);
+  x[1] = _mm512_unpackhi_epi64(ab0, cd0);
+  x[2] = _mm512_unpacklo_epi64(ab1, cd1);
+  x[3] = _mm512_unpackhi_epi64(ab1, cd1);
+}
+PKV_INLINE void zip_bytes(Codes* x) {
+  const __m512i ab0 = _mm512_unpacklo_epi8(x[0], x[1]), ab1 = _mm512_unpackhi_epi8(x[0], x[1]);
+  const __m512i cd0 = _mm512_unpacklo_epi8(x[2], x[3]), cd1 = _mm512_unpackhi_epi8(x[2], x[3]);
+  x[0] = _mm512_unpacklo_epi16(ab0, cd0);
+  x[1] = _mm512_unpackhi_epi16(ab0, cd0);
+  x[2] = _mm512_unpacklo_epi16(ab1, cd1);
+  x[3] = _mm512_unpackhi_epi16(ab1, cd1);
+}
+PKV_INLINE Ints fold_pair(Ints a, Ints b) {
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+}
+PKV_INLINE Ints fold_quarters_of(const Ints* a) { return fold_pair(fold_pair(a[0], a[1]), fold_pair(a[2], a[3])); }
+// Quarter j of x[i] goes to quarter i of x[j].
+PKV_INLINE void transpose_quarters(Codes* x) {
+  const __m512i ab0 = _mm512_shuffle_i32x4(x[0], x[1], 0x88), ab1 = _mm512_shuffle_i32x4(x[0], x[1], 0xdd);
+  const __m512i cd0 = _mm512_shuffle_i32x4(x[2], x[3], 0x88), cd1 = _mm512_shuffle_i32x4(x[2], x[3], 0xdd);
+  x[0] = _mm512_shuffle_i32x4(ab0, cd0, 0x88);
+  x[2] = _mm512_shuffle_i32x4(ab0, cd0, 0xdd);
+  x[1] = _mm512_shuffle_i32x4(ab1, cd1, 0x88);
+  x[3] = _mm512_shuffle_i32x4(ab1, cd1, 0xdd);
+}
+PKV_INLINE Vec to_floats(Ints x, int32_t less) {
+  return _mm512_cvtepi32_ps(_mm512_sub_epi32(x, _mm512_set1_epi32(less)));
+}
+PKV_INLINE void store_u8(uint8_t* p, Vec v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+PKV_INLINE int32_t sum_u8(const uint8_t* p, int n) {  // n: a multiple of 64
+  __m512i sum = _mm512_setzero_si512();
+  for (int i = 0; i < n; i += 64)
+    sum = _mm512_add_epi64(sum, _mm512_sad_epu8(load_codes(p + i), _mm512_setzero_si512()));
+  return int32_t(_mm512_reduce_add_epi64(sum));
+}
+
 }  // namespace
 }  // namespace pagedkv::kernels::PKV_ISA

@@ -96,5 +96,86 @@ PKV_INLINE void store_i8(int8_t* p, Vec v) {
 }
 PKV_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 
+// --- codes: 16 bytes, summed up in 4 int lanes -------------------------------------------------------------------
+
+using Codes = uint8x16_t;
+using Ints = int32x4_t;
+constexpr int kSignedBias = 0;
+constexpr int kMaxWeight = 127;
+
+PKV_INLINE Ints no_ints() { return vdupq_n_s32(0); }
+PKV_INLINE Codes load_codes(const uint8_t* p) { return vld1q_u8(p); }
+PKV_INLINE void store_codes(uint8_t* p, Codes x) { vst1q_u8(p, x); }
+PKV_INLINE Codes repeat4(const uint8_t* p) {
+  uint32_t x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return vreinterpretq_u8_u32(vdupq_n_u32(x));
+}
+PKV_INLINE Ints dot_words(Ints sum, int16x8_t low, int16x8_t high) {  // eight products each
+  return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+}
+PKV_INLINE Ints dot_signed(Ints sum, Codes a, Codes b) {
+  const int8x16_t x = vreinterpretq_s8_u8(a), y = vreinterpretq_s8_u8(b);
+  return dot_words(sum, vmull_s8(vget_low_s8(x), vget_low_s8(y)), vmull_high_s8(x, y));
+}
+PKV_INLINE Ints dot_unsigned(Ints sum, Codes a, Codes b) {
+  const int8x16_t y = vreinterpretq_s8_u8(b);
+  const int16x8_t a_low = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(a)));
+  const int16x8_t a_high = vreinterpretq_s16_u16(vmovl_high_u8(a));
+  return dot_words(sum, vmulq_s16(a_low, vmovl_s8(vget_low_s8(y))), vmulq_s16(a_high, vmovl_high_s8(y)));
+}
+
+PKV_INLINE Codes load_q8_codes(const uint8_t* p) { return load_codes(p); }
+PKV_INLINE Codes load_q4_codes(const uint8_t* p) {
+  const uint8x8_t x = vld1_u8(p);
+  const uint8x8_t low = vand_u8(x, vdup_n_u8(15)), high = vshr_n_u8(x, 4);
+  return vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high));
+}
+// 12 bytes are 16 codes: three bytes to each dword, then shifted into place.
+PKV_INLINE Codes load_q6_codes(const uint8_t* p) {
+  const uint8x16_t bytes = vcombine_u8(vld1_u8(p), load_four(p + 8));
+  const uint8x16_t places = {0, 1, 2, 255, 3, 4, 5, 255, 6, 7, 8, 255, 9, 10, 11, 255};
+  const uint32x4_t x = vreinterpretq_u32_u8(vqtbl1q_u8(bytes, places));
+  const uint32x4_t low =
+      vorrq_u32(vandq_u32(x, vdupq_n_u32(0x3f)), vandq_u32(vshlq_n_u32(x, 2), vdupq_n_u32(0x3f00)));
+  const uint32x4_t high = vorrq_u32(vandq_u32(vshlq_n_u32(x, 4), vdupq_n_u32(0x3f0000)),
+                                    vandq_u32(vshlq_n_u32(x, 6), vdupq_n_u32(0x3f000000)));
+  return vreinterpretq_u8_u32(vorrq_u32(low, high));
+}
+
+PKV_INLINE void transpose_dwords(Codes* x) {
+  const uint32x4_t a = vreinterpretq_u32_u8(x[0]), b = vreinterpretq_u32_u8(x[1]);
+  const uint32x4_t c = vreinterpretq_u32_u8(x[2]), d = vreinterpretq_u32_u8(x[3]);
+  const uint64x2_t ab0 = vreinterpretq_u64_u32(vzip1q_u32(a, b)), ab1 = vreinterpretq_u64_u32(vzip2q_u32(a, b));
+  const uint64x2_t cd0 = vreinterpretq_u64_u32(vzip1q_u32(c, d)), cd1 = vreinterpretq_u64_u32(vzip2q_u32(c, d));
+  x[0] = vreinterpretq_u8_u64(vzip1q_u64(ab0, cd0));
+  x[1] = vreinterpretq_u8_u64(vzip2q_u64(ab0, cd0));
+  x[2] = vreinterpretq_u8_u64(vzip1q_u64(ab1, cd1));
+  x[3] = vreinterpretq_u8_u64(vzip2q_u64(ab1, cd1));
+}
+PKV_INLINE void zip_bytes(Codes* x) {
+  const uint16x8_t ab0 = vreinterpretq_u16_u8(vzip1q_u8(x[0], x[1])),
+                   ab1 = vreinterpretq_u16_u8(vzip2q_u8(x[0], x[1]));
+  const uint16x8_t cd0 = vreinterpretq_u16_u8(vzip1q_u8(x[2], x[3])),
+                   cd1 = vreinterpretq_u16_u8(vzip2q_u8(x[2], x[3]));
+  x[0] = vreinterpretq_u8_u16(vzip1q_u16(ab0, cd0));
+  x[1] = vreinterpretq_u8_u16(vzip2q_u16(ab0, cd0));
+  x[2] = vreinterpretq_u8_u16(vzip1q_u16(ab1, cd1));
+  x[3] = vreinterpretq_u8_u16(vzip2q_u16(ab1, cd1));
+}
+PKV_INLINE Ints fold_quarters_of(const Ints* a) { return a[0]; }
+PKV_INLINE void transpose_quarters(Codes*) {}
+PKV_INLINE Vec to_floats(Ints x, int32_t less) { return vcvtq_f32_s32(vsubq_s32(x, vdupq_n_s32(less))); }
+PKV_INLINE void store_u8(uint8_t* p, Vec v) {
+  const uint16x4_t words = vmovn_u32(vcvtnq_u32_f32(v));
+  const uint8x8_t codes = vmovn_u16(vcombine_u16(words, words));
+  __builtin_memcpy(p, &codes, kLanes);
+}
+PKV_INLINE int32_t sum_u8(const uint8_t* p, int n) {
+  uint32x4_t sum = vdupq_n_u32(0);
+  for (int i = 0; i < n; i += 16) sum = vpadalq_u16(sum, vpaddlq_u8(vld1q_u8(p + i)));
+  return int32_t(vaddvq_u32(sum));
+}
+
 }  // namespace
 }  // namespace pagedkv::kernels::PKV_ISA

@@ -126,5 +126,76 @@ PKV_INLINE void store_i8(int8_t* p, Vec v) {
 }
 PKV_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 
+// --- codes: 4 * kLanes bytes, summed up four by four in kLanes integers ------------------------------------------
+
+using Codes = uint8_t __attribute__((vector_size(16)));
+using Ints = IntVec;
+constexpr int kSignedBias = 0;   // dot_signed multiplies (a + kSignedBias) with b
+constexpr int kMaxWeight = 127;  // largest a whose products with -127 .. 127 dot_unsigned adds without loss
+
+PKV_INLINE Ints no_ints() { return Ints{}; }
+PKV_INLINE Codes load_codes(const uint8_t* p) {
+  Codes x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+PKV_INLINE void store_codes(uint8_t* p, Codes x) { __builtin_memcpy(p, &x, sizeof x); }
+PKV_INLINE Codes repeat4(const uint8_t* p) {
+  return Codes{p[0], p[1], p[2], p[3], p[0], p[1], p[2], p[3], p[0], p[1], p[2], p[3], p[0], p[1], p[2], p[3]};
+}
+// sum[i] += a[4i .. 4i+3] . b[4i .. 4i+3]; b is signed, a is or is not.
+PKV_INLINE Ints dot_unsigned(Ints sum, Codes a, Codes b) {
+  for (int i = 0; i < 16; ++i) sum[i / 4] += int32_t(a[i]) * int8_t(b[i]);
+  return sum;
+}
+PKV_INLINE Ints dot_signed(Ints sum, Codes a, Codes b) {
+  for (int i = 0; i < 16; ++i) sum[i / 4] += int32_t(int8_t(a[i])) * int8_t(b[i]);
+  return sum;
+}
+
+// The next 16 codes of a row as they are stored.
+PKV_INLINE Codes load_q8_codes(const uint8_t* p) { return load_codes(p); }
+PKV_INLINE Codes load_q4_codes(const uint8_t* p) {
+  Codes x;
+  for (int i = 0; i < 16; ++i) x[i] = uint8_t(p[i / 2] >> (i % 2 * 4) & 15);
+  return x;
+}
+PKV_INLINE Codes load_q6_codes(const uint8_t* p) {
+  Codes x;
+  for (int i = 0; i < 16; ++i) {
+    const uint8_t* group = p + i / 4 * 3;
+    x[i] = uint8_t((group[0] | group[1] << 8 | group[2] << 16) >> (i % 4 * 6) & 63);
+  }
+  return x;
+}
+
+// In each quarter (16 bytes): dword j of x[i] goes to dword i of x[j].
+PKV_INLINE void transpose_dwords(Codes* x) {
+  Codes y[4];
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 4; ++j) y[j][i] = x[i / 4][4 * j + i % 4];
+  for (int j = 0; j < 4; ++j) x[j] = y[j];
+}
+// In each quarter: byte 4c + j of x[i] goes to byte 4j + i of x[c].
+PKV_INLINE void zip_bytes(Codes* x) {
+  Codes y[4];
+  for (int c = 0; c < 4; ++c)
+    for (int i = 0; i < 16; ++i) y[c][i] = x[i % 4][4 * c + i / 4];
+  for (int c = 0; c < 4; ++c) x[c] = y[c];
+}
+// Quarter i of the result: the sum of a[i]'s quarters. kLanes / 4 of them.
+PKV_INLINE Ints fold_quarters_of(const Ints* a) { return a[0]; }
+// Quarter j of x[i] goes to quarter i of x[j]. kLanes / 4 of them.
+PKV_INLINE void transpose_quarters(Codes*) {}
+PKV_INLINE Vec to_floats(Ints x, int32_t less) { return __builtin_convertvector(x - less, Vec); }
+PKV_INLINE void store_u8(uint8_t* p, Vec v) {  // 0 to 255, to nearest even
+  for (int i = 0; i < kLanes; ++i) p[i] = uint8_t(__builtin_lrintf(v[i]));
+}
+PKV_INLINE int32_t sum_u8(const uint8_t* p, int n) {  // n: a multiple of 4 * kLanes
+  int32_t sum = 0;
+  for (int i = 0; i < n; ++i) sum += p[i];
+  return sum;
+}
+
 }  // namespace
 }  // namespace pagedkv::kernels::PKV_ISA

@@ -75,15 +75,17 @@ struct FinishedRow {
   const float* sink;  // or null
 };
 
+// Where channels lie in a row of sums.
+enum class Lanes { kInOrder, kEvenOdd, kZipped };
+
 // acc / sum, the sink in the sum; acc is overwritten. Adding 0 makes every zero a positive one: the sign of a zero
 // would depend on how many masked keys were skipped.
-void finish_row(float* acc, RowState state, Format format, int64_t head_dim, const FinishedRow& row) {
+void finish_row(float* acc, RowState state, Lanes lanes, int64_t padded, int64_t head_dim, const FinishedRow& row) {
   if (state.sum == 0) {  // no key: the largest logit alone would have added 1. A NaN is not taken for none.
     for (int64_t i = 0; i < head_dim; ++i) row.out[i] = 0;
     if (row.lse != nullptr) *row.lse = -kInf;
     return;
   }
-  const int64_t padded = padded_dim(format, head_dim);
   float scale = 1;
   if (row.sink != nullptr) {
     const float max = state.max < *row.sink ? *row.sink : state.max;
@@ -95,10 +97,16 @@ void finish_row(float* acc, RowState state, Format format, int64_t head_dim, con
   for (int64_t i = 0; i < padded; i += kLanes) {
     store(acc + i, add(div(mul(load(acc + i), factor), divisor), zero()));
   }
-  if (format == Format::kQ4) {
-    for (int64_t i = 0; i < head_dim; ++i) row.out[i] = acc[lane_of(format, i)];
-  } else {
-    __builtin_memcpy(row.out, acc, size_t(head_dim) * sizeof(float));
+  switch (lanes) {
+    case Lanes::kInOrder:
+      __builtin_memcpy(row.out, acc, size_t(head_dim) * sizeof(float));
+      break;
+    case Lanes::kEvenOdd:
+      for (int64_t i = 0; i < head_dim; ++i) row.out[i] = acc[lane_of(Format::kQ4, i)];
+      break;
+    case Lanes::kZipped:
+      for (int64_t i = 0; i < head_dim; ++i) row.out[i] = acc[zipped_lane(i)];
+      break;
   }
   if (row.lse != nullptr) *row.lse = state.max + __builtin_logf(state.sum);
 }

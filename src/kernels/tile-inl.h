@@ -66,7 +66,10 @@ void find_tile(const LayerStore& layer, const int32_t* table, int64_t max_blocks
     slot = 0;
   }
   // Register blocks read whole groups of tokens, and prefetching does not look at n.
-  for (; t < kTile; ++t) tile.k[t] = tile.v[t] = kNoRow;
+  for (; t < kTile; ++t) {
+    tile.k[t] = tile.v[t] = kNoRow;
+    tile.k_scales[t] = tile.v_scales[t] = 0;
+  }
 }
 
 // Rows of a tile, packed or decoded, and rows to fetch into the L2 cache meanwhile (null: none).

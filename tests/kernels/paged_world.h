@@ -15,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <random>
 #include <string>
@@ -46,12 +47,21 @@ inline void for_each_entry(const std::function<void(const kernels::Entry&)>& bod
   }
 }
 
+// The path of worlds made now: products over codes, for the formats that have them.
+inline bool use_codes = false;
+
+// Formats with codes come twice: by the f32 path, then by the int8 path.
 inline void for_each_entry_and_format(const std::function<void(const kernels::Entry&, Format)>& body) {
   for_each_entry([&](const kernels::Entry& entry) {
-    for (Format format : kAllFormats) {
-      SCOPED_TRACE(format_name(format));
-      body(entry, format);
+    for (const bool codes : {false, true}) {
+      for (Format format : kAllFormats) {
+        if (codes && !is_quantized(format)) continue;
+        SCOPED_TRACE(std::string(format_name(format)) + (codes ? " by codes" : ""));
+        use_codes = codes;
+        body(entry, format);
+      }
     }
+    use_codes = false;
   });
 }
 
@@ -143,6 +153,8 @@ struct WorldSpec {
   const kernels::Entry& entry;
   Format format_k = Format::kF16;
   Format format_v = Format::kF16;
+  bool k_codes = use_codes && is_quantized(format_k);  // the int8 path
+  bool v_codes = use_codes && is_quantized(format_v);
   int64_t num_kv_heads = 1;
   int64_t group = 1;  // query heads of a KV head
   int64_t head_dim_k = 64;
@@ -232,7 +244,10 @@ class World {
     rows.lse.assign(size_t(a.n_tokens * q_heads()), kNan);
     std::vector<kernels::WorkItem> items;
     std::vector<kernels::MergeItem> merges;
-    const kernels::AttendShape shape{.num_q_heads = q_heads(), .sliding_window = spec_.sliding_window};
+    const kernels::AttendShape shape{.num_q_heads = q_heads(),
+                                     .sliding_window = spec_.sliding_window,
+                                     .k_codes = spec_.k_codes,
+                                     .v_codes = spec_.v_codes};
     const WorkTotals totals = plan_work(a.batch(), shape, spec_.num_kv_heads, items, merges);
     std::vector<float> partials(size_t(totals.n_partials * kernels::partial_floats(d)), kNan);
     const int64_t scratch_bytes = spec_.entry.part_scratch_bytes(layer_, shape);
@@ -315,6 +330,7 @@ class World {
   };
   struct Decoded {
     std::vector<std::vector<double>> k, v;  // [position * num_kv_heads + head]
+    std::vector<double> v_scale;
   };
 
   float scale() const { return spec_.scale != 0 ? spec_.scale : 1.0f / std::sqrt(float(spec_.head_dim_k)); }
@@ -470,8 +486,9 @@ class World {
     for (int64_t t = 0; t < spec_.lengths[size_t(sequence)]; ++t) {
       const int64_t slot = slot_of(sequence, t), block = slot / spec_.block_size, at = slot % spec_.block_size;
       for (int64_t h = 0; h < spec_.num_kv_heads; ++h) {
+        float row_scale = 1;
         const auto row = [&](const kernels::RowStore& store) {
-          float row_scale = 1;
+          row_scale = 1;
           if (store.scales != nullptr) {
             std::memcpy(&row_scale,
                         store.scales + block * store.scale_block_stride + at * store.scale_slot_stride +
@@ -484,6 +501,7 @@ class World {
         };
         d.k.push_back(row(layer_.k));
         d.v.push_back(row(layer_.v));
+        d.v_scale.push_back(row_scale);
       }
     }
     return d;
@@ -492,8 +510,8 @@ class World {
   void expect_row(const Rows& got, int64_t row, int64_t q_head, const Query& query, int64_t position,
                   const Decoded& stored) const {
     const int64_t kv_head = q_head / spec_.group, heads = spec_.num_kv_heads;
-    const float* q =
-        q_[size_t(query.sequence)].data() + ((position + kBefore) * q_heads() + q_head) * spec_.head_dim_k;
+    const std::vector<double> q = scaled_query(q_[size_t(query.sequence)].data() +
+                                               ((position + kBefore) * q_heads() + q_head) * spec_.head_dim_k);
     const int64_t first = spec_.sliding_window > 0 ? std::max<int64_t>(0, position - spec_.sliding_window + 1) : 0;
     std::vector<double> logits;
     double top = -INFINITY, terms = 0;  // terms: largest sum of |q*k| of a visible key, the logit's condition
@@ -501,12 +519,12 @@ class World {
       const auto& k = stored.k[size_t(t * heads + kv_head)];
       double dot = 0, absolute = 0;
       for (int64_t c = 0; c < spec_.head_dim_k; ++c) {
-        dot += double(q[c]) * k[size_t(c)];
-        absolute += std::fabs(double(q[c]) * k[size_t(c)]);
+        dot += q[size_t(c)] * k[size_t(c)];
+        absolute += std::fabs(q[size_t(c)] * k[size_t(c)]);
       }
-      double logit = dot * scale();
+      double logit = dot;
       if (spec_.softcap > 0) logit = spec_.softcap * std::tanh(logit / spec_.softcap);
-      terms = std::max(terms, absolute * scale());
+      terms = std::max(terms, absolute);
       logits.push_back(logit);
       top = std::max(top, logit);
     }
@@ -526,18 +544,48 @@ class World {
       sum += logit;
     }
     const double relative = 1e-5 + 0x1p-22 * terms;
+    // By codes, weights are multiples of a step: the largest weight of the 64 tokens they lie in, over 127 (q8) or
+    // 255.
+    std::vector<double> half_step(logits.size());
+    if (spec_.v_codes) {
+      const double steps = spec_.format_v == Format::kQ8 ? 127 : 255;
+      std::map<int64_t, double> largest;
+      for (int64_t t = first; t <= position; ++t)
+        largest[t / 64] = std::max(largest[t / 64],
+                                   logits[size_t(t - first)] / sum * stored.v_scale[size_t(t * heads + kv_head)]);
+      for (int64_t t = first; t <= position; ++t)
+        half_step[size_t(t - first)] =
+            0.5001 * largest[t / 64] / steps / stored.v_scale[size_t(t * heads + kv_head)];
+    }
     for (int64_t c = 0; c < spec_.head_dim_v; ++c) {
-      double mean = 0, magnitude = 0;
+      double mean = 0, magnitude = 0, rounding = 0;
       for (int64_t t = first; t <= position; ++t) {
         const double p = logits[size_t(t - first)] / sum;
         const double v = stored.v[size_t(t * heads + kv_head)][size_t(c)];
         mean += p * v;
         magnitude += p * std::fabs(v);
+        rounding += half_step[size_t(t - first)] * std::fabs(v);
       }
-      check(out[c], mean, relative * magnitude + 1e-37, where + " channel " + std::to_string(c));
+      check(out[c], mean, relative * magnitude + rounding + 1e-37, where + " channel " + std::to_string(c));
     }
     const double want_lse = top + std::log(sum);
     check(lse, want_lse, 1e-5 * std::max(1.0, std::fabs(want_lse)) + 0x1p-22 * terms, where + " lse");
+  }
+
+  // q times the scale; by codes rounded to 127 steps of its largest value.
+  std::vector<double> scaled_query(const float* q) const {
+    std::vector<double> scaled;
+    float top = 0;
+    for (int64_t c = 0; c < spec_.head_dim_k; ++c) top = std::max(top, std::fabs(q[c] * scale()));
+    for (int64_t c = 0; c < spec_.head_dim_k; ++c) {
+      const float x = q[c] * scale();
+      if (!spec_.k_codes) {
+        scaled.push_back(double(q[c]) * scale());
+      } else {
+        scaled.push_back(top == 0 ? 0.0 : double(std::nearbyint(x * (127.0f / top))) * double(top / 127.0f));
+      }
+    }
+    return scaled;
   }
 
   void check(float got, double want, double tolerance, const std::string& where) const {

@@ -1,0 +1,217 @@
+// The int8 path: products over the stored codes themselves. Compiled once per instruction set.
+//
+// A query row is rounded to int8 once an item; its products with a tile's codes are integers, so they are exact and
+// their order means nothing. Weights (p times V's scale) are rounded to kMaxWeight steps of the tile's largest,
+// again for exact integer sums. What each rounding costs is in docs/numerics.md.
+//
+// A unit is kUnit codes: one register of bytes, summed four by four into kLanes integers. Wherever rows were
+// interleaved on the way, channels come out in zipped order: within a unit, channel 16q + 4c + j is lane 4q + j of
+// vector c.
+#pragma once
+
+#include "kernels/tile-inl.h"
+
+namespace pagedkv::kernels::PKV_ISA {
+namespace {
+
+constexpr int kQuarters = kLanes / 4;  // of a register: groups of four tokens side by side
+
+struct Q8Codes {
+  static constexpr int kUnitBytes = kUnit, kBias = 0;
+  static constexpr int kQueryBias = kSignedBias;  // what dot() adds to each code
+  static constexpr float kWeights = kMaxWeight;
+  static PKV_INLINE Codes load(const uint8_t* p) { return load_q8_codes(p); }
+  static PKV_INLINE Ints dot(Ints sum, Codes k, Codes q) { return dot_signed(sum, k, q); }
+};
+struct Q6Codes {
+  static constexpr int kUnitBytes = kUnit * 3 / 4, kBias = 32, kQueryBias = kBias;
+  static constexpr float kWeights = 255;  // times a code of 6 bits: no pair of products leaves 16 bits
+  static PKV_INLINE Codes load(const uint8_t* p) { return load_q6_codes(p); }
+  static PKV_INLINE Ints dot(Ints sum, Codes k, Codes q) { return dot_unsigned(sum, k, q); }
+};
+struct Q4Codes {
+  static constexpr int kUnitBytes = kUnit / 2, kBias = 8, kQueryBias = kBias;
+  static constexpr float kWeights = 255;
+  static PKV_INLINE Codes load(const uint8_t* p) { return load_q4_codes(p); }
+  static PKV_INLINE Ints dot(Ints sum, Codes k, Codes q) { return dot_unsigned(sum, k, q); }
+};
+
+// The last, shorter unit of a row; nothing past the row is touched.
+template <class Codec>
+PKV_INLINE Codes load_codes_tail(const uint8_t* p, int n_bytes) {
+  alignas(64) uint8_t unit[Codec::kUnitBytes] = {};
+  for (int i = 0; i < n_bytes; ++i) unit[i] = p[i];
+  return Codec::load(unit);
+}
+
+constexpr int64_t padded_codes(int64_t head_dim) { return round_up(head_dim, kUnit); }
+
+// Query rows as int8. Value = code * scale.
+struct QueryCodes {
+  const uint8_t* codes;   // [rows, row_bytes], zeros behind head_dim
+  const uint8_t* spread;  // [rows, 4 * row_bytes]: each unit four times, vector c having dword c of each quarter
+  const float* scale;     // [rows]
+  const int32_t* sum;     // [rows] of the codes
+  int64_t row_bytes;
+};
+
+// One row of q * factor. Requires room for padded_codes(head_dim) codes and four times that. A row with a NaN or an
+// infinity gets the scale NaN, so that its scores are NaN.
+PKV_INLINE void encode_query(const float* q, int64_t head_dim, float factor, uint8_t* codes, uint8_t* spread,
+                             float* scale, int32_t* sum) {
+  const int64_t padded = padded_codes(head_dim);
+  alignas(64) float x[kMaxHeadDim];
+  __builtin_memcpy(x, q, size_t(head_dim) * sizeof(float));
+  for (int64_t i = head_dim; i < padded; ++i) x[i] = 0;
+  Vec largest = zero();
+  bool bad = false;
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const Vec v = mul(load(x + i), set1(factor));
+    bad |= any_not_finite(v);
+    store(x + i, v);
+    largest = max(largest, abs(v));
+  }
+  const float top = reduce_max(largest);
+  const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
+  int8_t* out = reinterpret_cast<int8_t*>(codes);
+  for (int64_t i = 0; i < padded; i += kLanes)
+    store_i8(out + i, bad ? zero() : round_even(mul(load(x + i), set1(inverse))));
+  int32_t total = 0;
+  for (int64_t i = 0; i < padded; ++i) total += out[i];
+  *scale = bad ? __builtin_nanf("") : top / 127.0f;
+  *sum = total;
+  for (int64_t u = 0; u < padded; u += kUnit) {
+    for (int c = 0; c < 4; ++c) {
+      for (int quarter = 0; quarter < kQuarters; ++quarter) {
+        const uint8_t* dword = codes + u + 16 * quarter + 4 * c;
+        for (int j = 0; j < 4; ++j) __builtin_memcpy(spread + 4 * u + c * kUnit + 16 * quarter + 4 * j, dword, 4);
+      }
+    }
+  }
+}
+
+// s[r][t] = q[r] . k[t], without K's scales, for R rows and tokens [begin, end), rounded out to kLanes.
+template <class Codec, int R>
+void dot_codes(const TileRows& k, const QueryCodes& q, int begin, int end, float* s) {
+  const int64_t n_full = k.row_bytes / Codec::kUnitBytes;
+  const int n_tail = int(k.row_bytes - n_full * Codec::kUnitBytes);
+  const int64_t n_units = n_full + (n_tail != 0);
+  begin = begin / kLanes * kLanes;
+  for (int t = begin; t < end; t += kLanes) {
+    const uint8_t* const* rows = k.rows + t;
+    Ints sums[R * kQuarters];
+#pragma GCC unroll 16
+    for (Ints& sum : sums) sum = no_ints();
+    for (int64_t u = 0; u < n_units; ++u) {
+      Codes x[kLanes];
+      if (u < n_full) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) x[i] = Codec::load(rows[i] + u * Codec::kUnitBytes);
+      } else {
+        for (int i = 0; i < kLanes; ++i) x[i] = load_codes_tail<Codec>(rows[i] + u * Codec::kUnitBytes, n_tail);
+      }
+#pragma GCC unroll 4
+      for (int g = 0; g < kQuarters; ++g) transpose_dwords(x + 4 * g);
+      if (k.ahead != nullptr) {
+        const int64_t line = u * Codec::kUnitBytes;
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) prefetch(k.ahead[t + i] + line);
+      }
+      const uint8_t* spread = q.spread + u * 4 * kUnit;
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) {
+          const Codes qc = load_codes(spread + r * 4 * q.row_bytes + c * kUnit);
+#pragma GCC unroll 4
+          for (int g = 0; g < kQuarters; ++g)
+            sums[r * kQuarters + g] = Codec::dot(sums[r * kQuarters + g], x[4 * g + c], qc);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const Vec sum = to_floats(fold_quarters_of(sums + r * kQuarters), Codec::kQueryBias * q.sum[r]);
+      store(s + r * kTile + t, mul(sum, set1(q.scale[r])));
+    }
+  }
+}
+
+// Weights of a tile as integers. Value = code * scale.
+struct WeightCodes {
+  uint8_t* codes;  // [rows, kTile], 0 for what a row does not see
+  float* scale;    // [rows]
+};
+
+// acc[r] = acc[r] * alpha[r] + sum over tokens [begin, end) of w[r][t] * v[t], in zipped order.
+template <class Codec, int R>
+void add_codes(const TileRows& v, const WeightCodes& w, const float* alpha, int begin, int end, float* acc,
+               int64_t acc_stride) {
+  const int64_t n_full = v.row_bytes / Codec::kUnitBytes;
+  const int n_tail = int(v.row_bytes - n_full * Codec::kUnitBytes);
+  const int64_t n_units = n_full + (n_tail != 0);
+  begin = begin / 4 * 4;
+  int32_t less[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) less[r] = Codec::kBias == 0 ? 0 : Codec::kBias * sum_u8(w.codes + r * kTile, kTile);
+  for (int64_t u = 0; u < n_units; ++u) {
+    Ints sums[R * 4];
+#pragma GCC unroll 16
+    for (Ints& sum : sums) sum = no_ints();
+    const int64_t offset = u * Codec::kUnitBytes;
+    for (int t = begin; t < end; t += 4) {
+      Codes x[4];
+      if (u < n_full) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) x[i] = Codec::load(v.rows[t + i] + offset);
+      } else {
+        for (int i = 0; i < 4; ++i) x[i] = load_codes_tail<Codec>(v.rows[t + i] + offset, n_tail);
+      }
+      zip_bytes(x);
+      if (v.ahead != nullptr) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) prefetch(v.ahead[t + i] + offset);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const Codes weights = repeat4(w.codes + r * kTile + t);
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) sums[r * 4 + c] = dot_unsigned(sums[r * 4 + c], weights, x[c]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const Vec factor = set1(alpha[r]), scale = set1(w.scale[r]);
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) {
+        float* at = acc + r * acc_stride + u * kUnit + c * kLanes;
+        store(at, fma(to_floats(sums[r * 4 + c], less[r]), scale, mul(load(at), factor)));
+      }
+    }
+  }
+}
+
+using DotCodes = void (*)(const TileRows& k, const QueryCodes& q, int begin, int end, float* s);
+using AddCodes = void (*)(const TileRows& v, const WeightCodes& w, const float* alpha, int begin, int end,
+                          float* acc, int64_t acc_stride);
+
+// The products for 1 to kBlockRows rows.
+struct CodeProducts {
+  DotCodes dot[kBlockRows];
+  AddCodes add[kBlockRows];
+  float max_weight;
+};
+template <class Codec>
+constexpr CodeProducts kCodeProducts = {
+    {dot_codes<Codec, 1>, dot_codes<Codec, 2>, dot_codes<Codec, 3>, dot_codes<Codec, 4>},
+    {add_codes<Codec, 1>, add_codes<Codec, 2>, add_codes<Codec, 3>, add_codes<Codec, 4>},
+    Codec::kWeights,
+};
+// Requires: has_scales(format).
+const CodeProducts& code_products_of(Format format) {
+  if (format == Format::kQ8) return kCodeProducts<Q8Codes>;
+  return format == Format::kQ6 ? kCodeProducts<Q6Codes> : kCodeProducts<Q4Codes>;
+}
+
+}  // namespace
+}  // namespace pagedkv::kernels::PKV_ISA
