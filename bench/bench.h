@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "pagedkv/attention.h"
 #include "pagedkv/format.h"
 #include "pagedkv/status.h"
 
@@ -19,6 +20,7 @@ struct BenchOptions {
   std::string peer;                // "" (none), "ggml" or "llama": measured in turn, in the same process
   int threads = 0;                 // 0: engine::default_threads()
   std::string model;               // path of a GGUF file; model cases only
+  QueryPath query_path = QueryPath::kAuto;
   bool reproducible = false;       // model cases: EngineOptions::reproducible
   bool json = false;               // the caller prints the records; the table is then for stderr
 };

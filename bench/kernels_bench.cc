@@ -72,13 +72,17 @@ struct FreeAligned {
 // cache.
 class Paged {
  public:
-  static Result<std::unique_ptr<Paged>> make(const Case& c, Format format, int layers, int threads) {
+  static Result<std::unique_ptr<Paged>> make(const Case& c, Format format, QueryPath path, int layers,
+                                             int threads) {
     auto paged = std::make_unique<Paged>();
     GroupSpec group{.shape = {c.heads_kv, c.head_dim, c.head_dim, {format, format}}, .num_q_heads = c.heads_q};
     for (int l = 0; l < layers; ++l) group.layers.push_back(l);
     const int64_t blocks = c.batch * ((c.tokens + 15) / 16);
-    auto made =
-        Cache::create({.groups = {group}, .num_blocks = Blocks(blocks), .dynamic = false, .prefix_sharing = false});
+    auto made = Cache::create({.groups = {group},
+                               .num_blocks = Blocks(blocks),
+                               .dynamic = false,
+                               .prefix_sharing = false,
+                               .query_path = path});
     if (!made.ok()) return made.status();
     paged->cache = std::move(*made);
     paged->layers = layers;
@@ -170,7 +174,7 @@ Result<Record> run_case(const Case& c, Format format, const BenchOptions& option
   const LayerShape shape{c.heads_kv, c.head_dim, c.head_dim, {format, format}};
   const int64_t bytes = bytes_per_token(shape).n * c.tokens * c.batch;
   const int layers = int(std::clamp<int64_t>((8 * last_level_cache() + bytes - 1) / bytes, 2, 64));
-  auto paged = Paged::make(c, format, layers, team.size());
+  auto paged = Paged::make(c, format, options.query_path, layers, team.size());
   if (!paged.ok()) return paged.status();
   Paged& ours = **paged;
   const bool decode = c.rows == 1;

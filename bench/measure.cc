@@ -1,10 +1,10 @@
 #include "bench/measure.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
+#include <fstream>
 
 #include "bench/bench.h"
 #include "engine/engine.h"
@@ -102,8 +102,11 @@ double fma_peak(Team& team) {
 }
 
 int64_t last_level_cache() {
-  const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  return bytes > 0 ? int64_t(bytes) : int64_t{32} << 20;
+  // The slice that this core can use. sysconf() adds up the slices of the whole socket, also those of other guests.
+  std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size");
+  int64_t kib = 0;
+  if (file >> kib && kib > 0) return kib << 10;
+  return int64_t{32} << 20;
 }
 
 }  // namespace pagedkv::bench

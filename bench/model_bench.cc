@@ -167,6 +167,7 @@ Result<std::vector<Record>> bench_model(const BenchOptions& options, std::ostrea
                                         .context = Tokens(deepest),
                                         .threads = options.threads,
                                         .kv_formats = {format, format},
+                                        .query_path = options.query_path,
                                         .reproducible = options.reproducible,
                                         .allow_past_trained_context = true});
     if (!engine.ok()) return engine.status();

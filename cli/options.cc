@@ -156,7 +156,6 @@ Take format_word(std::optional<Format>& target) {
   };
 }
 
-// The model, and where and how K and V are kept.
 void add_reproducible(CLI::App& command, bool& reproducible) {
   command.add_flag(
       "--reproducible", reproducible,
@@ -164,6 +163,18 @@ void add_reproducible(CLI::App& command, bool& reproducible) {
               "the cache. Off by default: single tokens decode slower with it"));
 }
 
+void add_query_path(CLI::App& command, QueryPath& path) {
+  add(command, "--query-path", "PATH",
+      "how quantized K and V are multiplied: f32 (exact), int8 (queries and weights rounded to 8 bits: faster) or "
+      "auto, the faster one for the format and shape. Default: auto",
+      [&path](const std::string& word) {
+        const auto parsed = parse_query_path(word);
+        if (parsed.ok()) path = *parsed;
+        return parsed.status();
+      });
+}
+
+// The model, and where and how K and V are kept.
 void add_engine_options(CLI::App& command, EngineWords& words) {
   engine::EngineOptions& options = words.options;
   add_model(command, options.model_path)->required();
@@ -208,6 +219,7 @@ void add_engine_options(CLI::App& command, EngineWords& words) {
         }
         return invalid_argument(fmt::format("\"{}\" is neither block_major nor layer_major", word));
       });
+  add_query_path(command, options.query_path);
   add_reproducible(command, options.reproducible);
 }
 
@@ -371,6 +383,7 @@ void add_bench_options(CLI::App& command, BenchCommand& bench) {
         ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
     add_reproducible(command, options.reproducible);
   }
+  if (bench.kind != BenchCommand::Kind::kCache) add_query_path(command, options.query_path);
   add_threads(command, options.threads);
   add_json(command, options.json, "one JSON array of records on stdout; the table goes to stderr");
 }

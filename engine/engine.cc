@@ -47,6 +47,7 @@ CacheOptions cache_options_for(const EngineOptions& options, const ModelInfo& in
   out.kv_memory = options.kv_memory.n > 0 ? options.kv_memory : left;
   out.max_context = context;
   out.longest_chunk = options.chunk;
+  out.query_path = options.query_path;
   out.arena = options.arena;
   out.fingerprint = info.fingerprint;
   return out;

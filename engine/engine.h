@@ -73,6 +73,7 @@ struct EngineOptions {
   Blocks num_blocks = kDefaultNumBlocks;
   Bytes kv_memory{0};  // 0: machine_memory().default_kv_memory
   bool dynamic = true;
+  QueryPath query_path = QueryPath::kAuto;
   ArenaOrder arena = ArenaOrder::kBlockMajor;
   Tokens chunk{512};  // most prompt tokens a step takes
   // Equal tokens give equal logits to the bit, however they are chunked, batched, forked or found in the cache:

@@ -4,7 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 
+#include "pagedkv/status.h"
 #include "pagedkv/units.h"
 
 namespace pagedkv {
@@ -12,6 +14,17 @@ namespace pagedkv {
 class StepPlan;
 
 enum class ElementType : uint8_t { kF32, kF16, kBF16 };
+
+// How attention multiplies where K or V is quantized; other formats always take f32.
+//   f32   codes become floats: within 1e-5 of attention in double over the stored values
+//   int8  queries are rounded to int8, weights to 8 bits, the products are exact integers: faster, and the same
+//   bits in
+//         decode as in prefill. What the rounding costs: docs/numerics.md
+//   auto  what is faster for the format and shape
+enum class QueryPath : uint8_t { kAuto, kF32, kInt8 };
+const char* query_path_name(QueryPath path);  // "auto", "f32", "int8"
+// Errors: kInvalidArgument with the three names.
+Result<QueryPath> parse_query_path(std::string_view word);
 
 // New rows of K or V for the tokens of a step: [n_tokens, num_kv_heads, head_dim], last dimension contiguous.
 // Strides are in elements; 0 means dense.

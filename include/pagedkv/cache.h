@@ -46,7 +46,10 @@ struct CacheOptions {
   bool prefix_sharing = true;
   // What else makes K and V differ: model, adapter, RoPE setting. Part of every key.
   std::string fingerprint;
-  // Kernel entry by name (scalar, avx2, avx512); empty: PAGEDKV_ISA if set, else the best of this machine.
+  // How quantized formats are multiplied. Part of every key: deeper layers' K and V depend on it.
+  QueryPath query_path = QueryPath::kAuto;
+  // Kernel entry by name (scalar, neon, avx2, avx512, avx512_vnni); empty: PAGEDKV_ISA if set, else the best of
+  // this machine.
   std::string isa;
 };
 
@@ -225,6 +228,8 @@ class Cache {
   Tokens committed_capacity() const;
   // Tokens that could be reserved now: free, cached and still to be grown.
   Tokens available() const;
+  // The path that a group's attention takes: kInt8 if K or V is multiplied as codes, else kF32.
+  QueryPath query_path(int group = 0) const;
   std::string_view isa() const;  // the kernel entry that runs, chosen at creation
   Stats stats() const;
   // Walks every invariant of blocks, tables, keys and counters. kInternal names the first broken one.

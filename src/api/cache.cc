@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "api/isa.h"
+#include "api/query_path.h"
 #include "api/step_plan.h"
 #include "base/env.h"
 #include "base/text.h"
@@ -127,6 +128,7 @@ struct Cache::Impl {
   std::vector<LayerPlace> layers;                        // by model layer
   std::vector<std::vector<kernels::LayerStore>> stores;  // by group, by index in it
   kernels::AppendCounters append_counters;
+  std::vector<ProductPaths> paths;  // per group
   std::atomic<int64_t> calls[kKernels] = {};
   mutable int64_t dense_materializations = 0, dequantized_rows = 0;
   std::unique_ptr<StepPlan::Impl> spare;  // arrays of the last ended step, to be filled again
@@ -140,7 +142,9 @@ struct Cache::Impl {
   kernels::AttendShape shape(const StepPlan::Impl& plan, int group) const {
     const GroupSpec& spec = options.groups[size_t(group)];
     return {.num_q_heads = plan.num_q_heads != 0 ? plan.num_q_heads : spec.num_q_heads,
-            .sliding_window = spec.sliding_window};
+            .sliding_window = spec.sliding_window,
+            .k_codes = paths[size_t(group)].k_codes,
+            .v_codes = paths[size_t(group)].v_codes};
   }
   // Ids below this have memory; it moves with growth, so kernels get it per call.
   kernels::LayerStore store_now(LayerPlace at) const {
@@ -231,6 +235,9 @@ Result<std::unique_ptr<Cache>> Cache::create(CacheOptions options) {
     fingerprint += str("; ", kv_quant_name(spec.shape.formats), " ", spec.shape.num_kv_heads, "x",
                        spec.shape.head_dim_k, ":", spec.shape.head_dim_v, " window ", spec.sliding_window);
     for (int layer : spec.layers) fingerprint += str(" ", layer);
+    const ProductPaths paths = choose_paths(options.query_path, spec);
+    if (paths.k_codes || paths.v_codes) fingerprint += str(" codes ", paths.k_codes, paths.v_codes);
+    impl->paths.push_back(paths);
   }
   impl->core = std::make_unique<CacheCore>(CacheCore::Options{.block_size = options.block_size.n,
                                                               .max_context = options.max_context.n,
@@ -470,6 +477,10 @@ void Cache::recycle(StepPlan plan) {
 // --- views and figures ---------------------------------------------------------------------------------------
 
 const CacheOptions& Cache::options() const { return impl_->options; }
+QueryPath Cache::query_path(int group) const {
+  const ProductPaths paths = impl_->paths[size_t(group)];
+  return paths.k_codes || paths.v_codes ? QueryPath::kInt8 : QueryPath::kF32;
+}
 std::string_view Cache::isa() const { return impl_->entry->name; }
 Status Cache::verify() const { return impl_->core->verify(); }
 Bytes Cache::image_bytes(int group) const { return Bytes(impl_->arenas[size_t(group)]->layout().image_bytes); }

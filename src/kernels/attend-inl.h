@@ -159,7 +159,9 @@ class Attention {
             find_step(step + kAhead);
             ahead = &tiles_[(step + kAhead) % (kAhead + 1)];
           }
-          attend_tile(block, h, first, tiles_[step % (kAhead + 1)], ahead);
+          Tile& tile = tiles_[step % (kAhead + 1)];
+          load_scales(call_.layer, tile);
+          attend_tile(block, h, first, tile, ahead);
         }
       }
     }
@@ -209,7 +211,8 @@ class Attention {
   // Head h of the block (0-based) over the tile at position `first`.
   void attend_tile(const Block& block, int64_t h, int64_t first, const Tile& tile, const Tile* ahead) {
     const bool direct = block.head_rows <= kDirectRows;
-    TileRows k{tile.k, nullptr, k_bytes_}, v{tile.v, nullptr, v_bytes_};
+    TileRows k{tile.k, nullptr, k_bytes_, adjacent_rows(k_, k_bytes_)};
+    TileRows v{tile.v, nullptr, v_bytes_, adjacent_rows(v_, v_bytes_)};
     const Products* k_products = &products_of(k_.format);
     const Products* v_products = &products_of(v_.format);
     const bool k_codes = call_.shape.k_codes, v_codes = call_.shape.v_codes;
@@ -268,6 +271,10 @@ class Attention {
     }
   }
 
+  bool adjacent_rows(const RowStore& store, int64_t row_bytes) const {
+    return store.slot_stride == row_bytes && call_.layer.block_size % 8 == 0;
+  }
+
   void decode_tile(const Block& block, int64_t first, const Tile& tile) {
     int begin = 0;
     if (call_.shape.sliding_window > 0) {
@@ -291,61 +298,87 @@ class Attention {
 
   // Scores to weights: s becomes p times V's scale in [begin, end), 0 for what row i does not see, outside
   // [lo[i], hi[i]). alpha is the factor of what each row has summed before. Weights as codes, too, if asked.
-  template <bool kCodes>
-  void weigh(const Tile& tile, int n_rows, const int* lo, const int* hi, int begin, int end, float* s,
-             RowState* states, float* alpha, const WeightCodes& weights, float max_weight) {
-    alignas(64) float fall[kLanes] = {};  // old maximum - new one, row by row
-    float sums[kBlockRows];
-    static_assert(kLanes >= kBlockRows);
+  template <bool kCodes, bool kWhole>
+  void weigh_rows(const Tile& tile, int n_rows, const int* lo, const int* hi, int begin, int end, float* s,
+                  RowState* states, float* alpha, const WeightCodes& weights, float max_weight) {
     const bool k_scaled = has_scales(k_.format), v_scaled = has_scales(v_.format);
     const Vec cap = set1(call_.softcap), inverse_cap = set1(call_.softcap > 0 ? 1.0f / call_.softcap : 0.0f);
-    const int v_begin = begin / kLanes * kLanes;
+    const int v_begin = kWhole ? 0 : begin / kLanes * kLanes, v_end = kWhole ? kTile : end;
+    static_assert(kBlockRows == 4 && kLanes >= kBlockRows);
+    Vec rows[kBlockRows];
+    alignas(64) float top[kBlockRows], base[kBlockRows], sums[kBlockRows];
+    alignas(64) float fall[kLanes] = {};  // old maximum - new one, row by row
+    for (int r = 0; r < kBlockRows; ++r) rows[r] = set1(-kInf);
     for (int r = 0; r < n_rows; ++r) {
       float* row = s + r * kTile;
       const Vec from = set1(float(lo[r])), to = set1(float(hi[r]));
-      Vec top = set1(-kInf);
-      for (int t = v_begin; t < end; t += kLanes) {
+#pragma GCC unroll 4
+      for (int t = v_begin; t < v_end; t += kLanes) {
         Vec x = load(row + t);
         if (k_scaled) x = mul(x, load(tile.k_scales + t));
         if (call_.softcap > 0) x = mul(cap, tanh(mul(x, inverse_cap)));
-        if (t < lo[r] || t + kLanes > hi[r]) {
+        if (!kWhole && (t < lo[r] || t + kLanes > hi[r])) {
           const Vec index = add(iota(), set1(float(t)));
           x = select_less(index, from, set1(-kInf), x);
           x = select_less(index, to, x, set1(-kInf));
         }
         store(row + t, x);
-        top = max(top, x);
+        rows[r] = max(rows[r], x);
       }
-      float tile_max = reduce_max(top);
-      if (tile.missing != 0) tile_max = mask_missing(tile, row, v_begin, end);
-      const float old_max = states[r].max, new_max = old_max < tile_max ? tile_max : old_max;
-      const Vec base = set1(finite_max(new_max));
-      Vec sum = zero(), largest = zero();
-      for (int t = v_begin; t < end; t += kLanes) {
-        Vec p = exp(sub(load(row + t), base));
-        sum = add(sum, p);
-        if (v_scaled) p = mul(p, load(tile.v_scales + t));
-        store(row + t, p);
-        if constexpr (kCodes) largest = max(largest, p);
-      }
-      if constexpr (kCodes) {
-        // Sums of such small weights vanish beside those of the tile with the maximum, or all is 0.
-        const float top = reduce_max(largest);
-        const Vec steps = set1(top > 1e-30f ? max_weight / top : 0.0f);
-        uint8_t* codes = weights.codes + r * kTile;
-        __builtin_memset(codes, 0, kTile);
-        for (int t = v_begin; t < end; t += kLanes) store_u8(codes + t, mul(load(row + t), steps));
-        weights.scale[r] = top / max_weight;
-      }
-      sums[r] = reduce_add(sum);
-      fall[r] = old_max - finite_max(new_max);
+    }
+    reduce_max4(rows, top);
+    for (int r = 0; r < n_rows; ++r) {
+      if (!kWhole && tile.missing != 0) top[r] = mask_missing(tile, s + r * kTile, v_begin, end);
+      const float old_max = states[r].max, new_max = old_max < top[r] ? top[r] : old_max;
+      base[r] = finite_max(new_max);
+      fall[r] = old_max - base[r];
       states[r].max = new_max;
     }
+    Vec largest[kBlockRows];
+    for (int r = 0; r < kBlockRows; ++r) rows[r] = largest[r] = zero();
+    for (int r = 0; r < n_rows; ++r) {
+      float* row = s + r * kTile;
+#pragma GCC unroll 4
+      for (int t = v_begin; t < v_end; t += kLanes) {
+        Vec x = sub(load(row + t), set1(base[r]));
+        if (kCodes && !kWhole) x = max(set1(-1e6f), x);  // what is not seen was -infinity
+        Vec p = kCodes ? exp_for_codes(x) : exp(x);
+        rows[r] = add(rows[r], p);
+        if (v_scaled) p = mul(p, load(tile.v_scales + t));
+        store(row + t, p);
+        if constexpr (kCodes) largest[r] = max(largest[r], p);
+      }
+    }
+    reduce_add4(rows, sums);
     alignas(64) float factors[kLanes];
     store(factors, exp(load(fall)));
     for (int r = 0; r < n_rows; ++r) {
       alpha[r] = factors[r];
       states[r].sum = states[r].sum * alpha[r] + sums[r];
+    }
+    if constexpr (kCodes) {
+      reduce_max4(largest, top);
+      for (int r = 0; r < n_rows; ++r) {
+        // Sums of such small weights vanish beside those of the tile with the maximum, or all is 0.
+        const Vec steps = set1(top[r] > 1e-30f ? max_weight / top[r] : 0.0f);
+        uint8_t* codes = weights.codes + r * kTile;
+        if (!kWhole) __builtin_memset(codes, 0, kTile);
+#pragma GCC unroll 4
+        for (int t = v_begin; t < v_end; t += kLanes) store_u8(codes + t, mul(load(s + r * kTile + t), steps));
+        weights.scale[r] = top[r] / max_weight;
+      }
+    }
+  }
+
+  template <bool kCodes>
+  void weigh(const Tile& tile, int n_rows, const int* lo, const int* hi, int begin, int end, float* s,
+             RowState* states, float* alpha, const WeightCodes& weights, float max_weight) {
+    bool whole = tile.missing == 0;
+    for (int r = 0; r < n_rows; ++r) whole &= lo[r] == 0 && hi[r] == kTile;
+    if (whole) {
+      weigh_rows<kCodes, true>(tile, n_rows, lo, hi, begin, end, s, states, alpha, weights, max_weight);
+    } else {
+      weigh_rows<kCodes, false>(tile, n_rows, lo, hi, begin, end, s, states, alpha, weights, max_weight);
     }
   }
 

@@ -76,17 +76,30 @@ PKV_INLINE void encode_query(const float* q, int64_t head_dim, float factor, uin
   int8_t* out = reinterpret_cast<int8_t*>(codes);
   for (int64_t i = 0; i < padded; i += kLanes)
     store_i8(out + i, bad ? zero() : round_even(mul(load(x + i), set1(inverse))));
-  int32_t total = 0;
-  for (int64_t i = 0; i < padded; ++i) total += out[i];
-  *scale = bad ? __builtin_nanf("") : top / 127.0f;
-  *sum = total;
+  Ints total = no_ints();
+  const uint8_t ones[4] = {1, 1, 1, 1};
   for (int64_t u = 0; u < padded; u += kUnit) {
-    for (int c = 0; c < 4; ++c) {
-      for (int quarter = 0; quarter < kQuarters; ++quarter) {
-        const uint8_t* dword = codes + u + 16 * quarter + 4 * c;
-        for (int j = 0; j < 4; ++j) __builtin_memcpy(spread + 4 * u + c * kUnit + 16 * quarter + 4 * j, dword, 4);
-      }
-    }
+    const Codes x = load_codes(codes + u);
+    total = dot_unsigned(total, repeat4(ones), x);
+    store_codes(spread + 4 * u, spread_dword<0>(x));
+    store_codes(spread + 4 * u + kUnit, spread_dword<1>(x));
+    store_codes(spread + 4 * u + 2 * kUnit, spread_dword<2>(x));
+    store_codes(spread + 4 * u + 3 * kUnit, spread_dword<3>(x));
+  }
+  *scale = bad ? __builtin_nanf("") : top / 127.0f;
+  *sum = sum_ints(total);
+}
+
+// Unit u of N rows into the L2 cache; of rows that lie one behind the other, the u-th piece of as many bytes.
+template <class Codec, int N>
+PKV_INLINE void fetch_unit(const uint8_t* const* rows, bool adjacent, int64_t u) {
+  if (adjacent) {
+    const uint8_t* from = rows[0] + u * (N * Codec::kUnitBytes);
+#pragma GCC unroll 16
+    for (int i = 0; i < N * Codec::kUnitBytes; i += 64) prefetch(from + i);
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) prefetch(rows[i] + u * Codec::kUnitBytes);
   }
 }
 
@@ -96,37 +109,50 @@ void dot_codes(const TileRows& k, const QueryCodes& q, int begin, int end, float
   const int64_t n_full = k.row_bytes / Codec::kUnitBytes;
   const int n_tail = int(k.row_bytes - n_full * Codec::kUnitBytes);
   const int64_t n_units = n_full + (n_tail != 0);
+  // Quarters that go through the registers together: their rows, and R sums for each.
+  constexpr int kTogether = R > 2 && kQuarters > 2 ? 2 : kQuarters;
+  constexpr int kRows = 4 * kTogether;
   begin = begin / kLanes * kLanes;
   for (int t = begin; t < end; t += kLanes) {
-    const uint8_t* const* rows = k.rows + t;
     Ints sums[R * kQuarters];
+#pragma GCC unroll 2
+    for (int first = 0; first < kQuarters; first += kTogether) {
+      const uint8_t* const* rows = k.rows + t + 4 * first;
+      const uint8_t* const* ahead = k.ahead + t + 4 * first;
+      Ints part[R * kTogether];
 #pragma GCC unroll 16
-    for (Ints& sum : sums) sum = no_ints();
-    for (int64_t u = 0; u < n_units; ++u) {
-      Codes x[kLanes];
-      if (u < n_full) {
+      for (Ints& sum : part) sum = no_ints();
+      for (int64_t u = 0; u < n_units; ++u) {
+        Codes x[kRows];
+        if (u < n_full) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) x[i] = Codec::load(rows[i] + u * Codec::kUnitBytes);
-      } else {
-        for (int i = 0; i < kLanes; ++i) x[i] = load_codes_tail<Codec>(rows[i] + u * Codec::kUnitBytes, n_tail);
-      }
+          for (int i = 0; i < kRows; ++i) {
+            x[i] = Codec::load(rows[i] + u * Codec::kUnitBytes);
+            hold(x[i]);
+          }
+        } else {
+          for (int i = 0; i < kRows; ++i) x[i] = load_codes_tail<Codec>(rows[i] + u * Codec::kUnitBytes, n_tail);
+        }
 #pragma GCC unroll 4
-      for (int g = 0; g < kQuarters; ++g) transpose_dwords(x + 4 * g);
-      if (k.ahead != nullptr) {
-        const int64_t line = u * Codec::kUnitBytes;
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) prefetch(k.ahead[t + i] + line);
+        for (int g = 0; g < kTogether; ++g) transpose_dwords(x + 4 * g);
+        if (k.ahead != nullptr) fetch_unit<Codec, kRows>(ahead, k.adjacent, u);
+        const uint8_t* spread = q.spread + u * 4 * kUnit;
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+          for (int c = 0; c < 4; ++c) {
+            Codes qc = load_codes(spread + r * 4 * q.row_bytes + c * kUnit);
+            hold(qc);
+#pragma GCC unroll 4
+            for (int g = 0; g < kTogether; ++g)
+              part[r * kTogether + g] = Codec::dot(part[r * kTogether + g], x[4 * g + c], qc);
+          }
+        }
       }
-      const uint8_t* spread = q.spread + u * 4 * kUnit;
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) {
-          const Codes qc = load_codes(spread + r * 4 * q.row_bytes + c * kUnit);
-#pragma GCC unroll 4
-          for (int g = 0; g < kQuarters; ++g)
-            sums[r * kQuarters + g] = Codec::dot(sums[r * kQuarters + g], x[4 * g + c], qc);
-        }
+        for (int g = 0; g < kTogether; ++g) sums[r * kQuarters + first + g] = part[r * kTogether + g];
       }
     }
 #pragma GCC unroll 4
@@ -151,6 +177,8 @@ void add_codes(const TileRows& v, const WeightCodes& w, const float* alpha, int 
   const int n_tail = int(v.row_bytes - n_full * Codec::kUnitBytes);
   const int64_t n_units = n_full + (n_tail != 0);
   begin = begin / 4 * 4;
+  int ahead_row = begin;
+  int64_t ahead_unit = 0;
   int32_t less[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) less[r] = Codec::kBias == 0 ? 0 : Codec::kBias * sum_u8(w.codes + r * kTile, kTile);
@@ -163,14 +191,24 @@ void add_codes(const TileRows& v, const WeightCodes& w, const float* alpha, int 
       Codes x[4];
       if (u < n_full) {
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) x[i] = Codec::load(v.rows[t + i] + offset);
+        for (int i = 0; i < 4; ++i) {
+          x[i] = Codec::load(v.rows[t + i] + offset);
+          hold(x[i]);
+        }
       } else {
         for (int i = 0; i < 4; ++i) x[i] = load_codes_tail<Codec>(v.rows[t + i] + offset, n_tail);
       }
       zip_bytes(x);
       if (v.ahead != nullptr) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) prefetch(v.ahead[t + i] + offset);
+        if (v.adjacent) {  // in the order of addresses, though units are read in another
+          fetch_unit<Codec, 4>(v.ahead + ahead_row, true, ahead_unit);
+          if (++ahead_unit == n_units) {
+            ahead_unit = 0;
+            ahead_row = ahead_row < kTile - 4 ? ahead_row + 4 : 0;
+          }
+        } else {
+          fetch_unit<Codec, 4>(v.ahead + t, false, u);
+        }
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {

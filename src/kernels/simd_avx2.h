@@ -35,6 +35,9 @@ PKV_INLINE Vec scale_pow2(Vec a, Vec n) {
   const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
+PKV_INLINE Vec scale_pow2_or_zero(Vec a, Vec n) {
+  return select_less(n, set1(-126.0f), zero(), scale_pow2(a, max(n, set1(-126.0f))));
+}
 PKV_INLINE int count_less(Vec a, Vec b) {
   return __builtin_popcount(unsigned(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ))));
 }
@@ -48,6 +51,13 @@ PKV_INLINE float reduce_max(Vec a) {
   return _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
 }
 
+PKV_INLINE void reduce_max4(const Vec* a, float* top) {
+  const __m256d ab = _mm256_castps_pd(max(_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpackhi_ps(a[0], a[1])));
+  const __m256d cd = _mm256_castps_pd(max(_mm256_unpacklo_ps(a[2], a[3]), _mm256_unpackhi_ps(a[2], a[3])));
+  const Vec x = max(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)), _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));
+  _mm_storeu_ps(top, _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
+}
+
 // Lanes of half i of each: a0+a2, b0+b2, a1+a3, b1+b3.
 PKV_INLINE Vec pair_sums(Vec a, Vec b) { return add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
 // Half i: the sums of half i of a, b, c, d.
@@ -58,6 +68,10 @@ PKV_INLINE Vec half_sums(Vec a, Vec b, Vec c, Vec d) {
 PKV_INLINE void reduce_accs(const Vec* a, float* sums) {
   const Vec x = half_sums(a[0], a[1], a[2], a[3]), y = half_sums(a[4], a[5], a[6], a[7]);
   store(sums, add(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31)));
+}
+PKV_INLINE void reduce_add4(const Vec* a, float* sums) {
+  const Vec halves = half_sums(a[0], a[1], a[2], a[3]);
+  _mm_storeu_ps(sums, _mm256_castps256_ps128(add(halves, _mm256_permute2f128_ps(halves, halves, 0x01))));
 }
 PKV_INLINE float reduce_add(Vec a) {
   const Vec halves = half_sums(a, a, a, a);
@@ -123,6 +137,8 @@ constexpr int kMaxWeight = 127;
 PKV_INLINE Ints no_ints() { return _mm256_setzero_si256(); }
 PKV_INLINE Codes load_codes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 PKV_INLINE void store_codes(uint8_t* p, Codes x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+// Keeps a loaded value in its register: compilers load again for every use.
+PKV_INLINE void hold(Codes& x) { asm("" : "+x"(x)); }
 PKV_INLINE Codes repeat4(const uint8_t* p) {
   int32_t x;
   __builtin_memcpy(&x, p, sizeof x);
@@ -169,6 +185,15 @@ PKV_INLINE void zip_bytes(Codes* x) {
   x[1] = _mm256_unpackhi_epi16(ab0, cd0);
   x[2] = _mm256_unpacklo_epi16(ab1, cd1);
   x[3] = _mm256_unpackhi_epi16(ab1, cd1);
+}
+template <int c>
+PKV_INLINE Codes spread_dword(Codes x) {
+  return _mm256_shuffle_epi32(x, c * 0x55);
+}
+PKV_INLINE int32_t sum_ints(Ints x) {
+  const __m128i half = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  const __m128i pair = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
+  return _mm_cvtsi128_si32(_mm_add_epi32(pair, _mm_shuffle_epi32(pair, 1)));
 }
 PKV_INLINE Ints fold_quarters_of(const Ints* a) {
   return _mm256_add_epi32(_mm256_permute2x128_si256(a[0], a[1], 0x20), _mm256_permute2x128_si256(a[0], a[1], 0x31));

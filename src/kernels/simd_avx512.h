@@ -42,12 +42,22 @@ PKV_INLINE Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
 }
 PKV_INLINE Vec round_even(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 PKV_INLINE Vec scale_pow2(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+// Also for n far below -126, where the product may be 0.
+PKV_INLINE Vec scale_pow2_or_zero(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
 PKV_INLINE int count_less(Vec a, Vec b) { return __builtin_popcount(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)); }
 PKV_INLINE bool any_not_finite(Vec a) {
   return _mm512_cmp_ps_mask(_mm512_abs_ps(a), _mm512_set1_ps(__builtin_inff()), _CMP_NLT_UQ) != 0;
 }
 
 PKV_INLINE float reduce_max(Vec a) { return _mm512_reduce_max_ps(a); }
+// The maxima of four.
+PKV_INLINE void reduce_max4(const Vec* a, float* top) {
+  const __m512d ab = _mm512_castps_pd(max(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1])));
+  const __m512d cd = _mm512_castps_pd(max(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3])));
+  const Vec x = max(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+  const __m256 y = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  _mm_storeu_ps(top, _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
+}
 
 // Lanes of quarter i of each: a0+a2, b0+b2, a1+a3, b1+b3.
 PKV_INLINE Vec pair_sums(Vec a, Vec b) { return add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
@@ -64,6 +74,12 @@ PKV_INLINE void reduce_accs(const Vec* a, float* sums) {
   const Vec q0 = quarter_sums(a[0], a[1], a[2], a[3]), q1 = quarter_sums(a[4], a[5], a[6], a[7]);
   const Vec q2 = quarter_sums(a[8], a[9], a[10], a[11]), q3 = quarter_sums(a[12], a[13], a[14], a[15]);
   store(sums, fold_quarters(fold_quarters(q0, q1), fold_quarters(q2, q3)));
+}
+// The sums of four, each by the tree of reduce_add.
+PKV_INLINE void reduce_add4(const Vec* a, float* sums) {
+  const Vec quarters = quarter_sums(a[0], a[1], a[2], a[3]);
+  const Vec halves = fold_quarters(quarters, quarters);
+  _mm_storeu_ps(sums, _mm512_castps512_ps128(fold_quarters(halves, halves)));
 }
 PKV_INLINE float reduce_add(Vec a) {
   const Vec quarters = quarter_sums(a, a, a, a);
@@ -122,6 +138,8 @@ using Ints = __m512i;
 PKV_INLINE Ints no_ints() { return _mm512_setzero_si512(); }
 PKV_INLINE Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 PKV_INLINE void store_codes(uint8_t* p, Codes x) { _mm512_storeu_si512(p, x); }
+// Keeps a loaded value in its register: compilers load again for every use.
+PKV_INLINE void hold(Codes& x) { asm("" : "+v"(x)); }
 PKV_INLINE Codes repeat4(const uint8_t* p) {
   int32_t x;
   __builtin_memcpy(&x, p, sizeof x);
@@ -195,6 +213,12 @@ PKV_INLINE void zip_bytes(Codes* x) {
   x[2] = _mm512_unpacklo_epi16(ab1, cd1);
   x[3] = _mm512_unpackhi_epi16(ab1, cd1);
 }
+// Dword c of each quarter, four times.
+template <int c>
+PKV_INLINE Codes spread_dword(Codes x) {
+  return _mm512_shuffle_epi32(x, _MM_PERM_ENUM(c * 0x55));
+}
+PKV_INLINE int32_t sum_ints(Ints x) { return _mm512_reduce_add_epi32(x); }
 PKV_INLINE Ints fold_pair(Ints a, Ints b) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }

@@ -34,10 +34,17 @@ PKV_INLINE Vec scale_pow2(Vec a, Vec n) {
   const int32x4_t exponent = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
   return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(exponent, 23)));
 }
+PKV_INLINE Vec scale_pow2_or_zero(Vec a, Vec n) {
+  return select_less(n, set1(-126.0f), zero(), scale_pow2(a, max(n, set1(-126.0f))));
+}
 PKV_INLINE int count_less(Vec a, Vec b) { return int(vaddvq_u32(vshrq_n_u32(vcltq_f32(a, b), 31))); }
 PKV_INLINE bool any_not_finite(Vec a) { return vminvq_u32(vcltq_f32(abs(a), set1(__builtin_inff()))) == 0; }
 
 PKV_INLINE float reduce_max(Vec a) { return vmaxvq_f32(a); }
+
+PKV_INLINE void reduce_max4(const Vec* a, float* top) {
+  for (int i = 0; i < 4; ++i) top[i] = vmaxvq_f32(a[i]);
+}
 
 // a0+a2, b0+b2, a1+a3, b1+b3.
 PKV_INLINE Vec pair_sums(Vec a, Vec b) { return add(vzip1q_f32(a, b), vzip2q_f32(a, b)); }
@@ -50,6 +57,7 @@ PKV_INLINE void reduce_accs(const Vec* a, float* sums) {
 #pragma GCC unroll 4
   for (int i = 0; i < kAccs; i += 4) store(sums + i, quad_sums(a[i], a[i + 1], a[i + 2], a[i + 3]));
 }
+PKV_INLINE void reduce_add4(const Vec* a, float* sums) { store(sums, quad_sums(a[0], a[1], a[2], a[3])); }
 PKV_INLINE float reduce_add(Vec a) { return vpadds_f32(vadd_f32(vget_low_f32(a), vget_high_f32(a))); }
 
 PKV_INLINE Vec load_f16(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
@@ -106,6 +114,8 @@ constexpr int kMaxWeight = 127;
 PKV_INLINE Ints no_ints() { return vdupq_n_s32(0); }
 PKV_INLINE Codes load_codes(const uint8_t* p) { return vld1q_u8(p); }
 PKV_INLINE void store_codes(uint8_t* p, Codes x) { vst1q_u8(p, x); }
+// Keeps a loaded value in its register: compilers load again for every use.
+PKV_INLINE void hold(Codes& x) { asm("" : "+w"(x)); }
 PKV_INLINE Codes repeat4(const uint8_t* p) {
   uint32_t x;
   __builtin_memcpy(&x, p, sizeof x);
@@ -163,6 +173,11 @@ PKV_INLINE void zip_bytes(Codes* x) {
   x[2] = vreinterpretq_u8_u16(vzip1q_u16(ab1, cd1));
   x[3] = vreinterpretq_u8_u16(vzip2q_u16(ab1, cd1));
 }
+template <int c>
+PKV_INLINE Codes spread_dword(Codes x) {
+  return vreinterpretq_u8_u32(vdupq_laneq_u32(vreinterpretq_u32_u8(x), c));
+}
+PKV_INLINE int32_t sum_ints(Ints x) { return vaddvq_s32(x); }
 PKV_INLINE Ints fold_quarters_of(const Ints* a) { return a[0]; }
 PKV_INLINE void transpose_quarters(Codes*) {}
 PKV_INLINE Vec to_floats(Ints x, int32_t less) { return vcvtq_f32_s32(vsubq_s32(x, vdupq_n_s32(less))); }

@@ -47,6 +47,10 @@ PKV_INLINE Vec scale_pow2(Vec a, Vec n) {
   const IntVec exponent = __builtin_convertvector(n, IntVec) + 127;
   return a * Vec(exponent << 23);
 }
+// Also for n far below -126, where the product is 0.
+PKV_INLINE Vec scale_pow2_or_zero(Vec a, Vec n) {
+  return select_less(n, set1(-126.0f), zero(), scale_pow2(a, max(n, set1(-126.0f))));
+}
 PKV_INLINE int count_less(Vec a, Vec b) {  // lanes with a < b
   const IntVec mask = a < b;
   return -(mask[0] + mask[1] + mask[2] + mask[3]);
@@ -55,6 +59,11 @@ PKV_INLINE bool any_not_finite(Vec a) { return count_less(abs(a), set1(__builtin
 PKV_INLINE float reduce_max(Vec a) {
   const float x = a[0] < a[1] ? a[1] : a[0], y = a[2] < a[3] ? a[3] : a[2];
   return x < y ? y : x;
+}
+
+// The maxima of four.
+PKV_INLINE void reduce_max4(const Vec* a, float* top) {
+  for (int i = 0; i < 4; ++i) top[i] = reduce_max(a[i]);
 }
 
 // a0+a2, b0+b2, a1+a3, b1+b3.
@@ -70,6 +79,7 @@ PKV_INLINE void reduce_accs(const Vec* a, float* sums) {
   store(sums, quad_sums(a[0], a[1], a[2], a[3]));
   store(sums + 4, quad_sums(a[4], a[5], a[6], a[7]));
 }
+PKV_INLINE void reduce_add4(const Vec* a, float* sums) { store(sums, quad_sums(a[0], a[1], a[2], a[3])); }
 PKV_INLINE float reduce_add(Vec a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 
 // kLanes elements of each format as floats: exact, except that q formats come without their scale.
@@ -140,6 +150,7 @@ PKV_INLINE Codes load_codes(const uint8_t* p) {
   return x;
 }
 PKV_INLINE void store_codes(uint8_t* p, Codes x) { __builtin_memcpy(p, &x, sizeof x); }
+PKV_INLINE void hold(Codes&) {}
 PKV_INLINE Codes repeat4(const uint8_t* p) {
   return Codes{p[0], p[1], p[2], p[3], p[0], p[1], p[2], p[3], p[0], p[1], p[2], p[3], p[0], p[1], p[2], p[3]};
 }
@@ -183,6 +194,14 @@ PKV_INLINE void zip_bytes(Codes* x) {
     for (int i = 0; i < 16; ++i) y[c][i] = x[i % 4][4 * c + i / 4];
   for (int c = 0; c < 4; ++c) x[c] = y[c];
 }
+// Dword c of each quarter, four times.
+template <int c>
+PKV_INLINE Codes spread_dword(Codes x) {
+  Codes y;
+  for (int i = 0; i < 16; ++i) y[i] = x[4 * c + i % 4];
+  return y;
+}
+PKV_INLINE int32_t sum_ints(Ints x) { return x[0] + x[1] + x[2] + x[3]; }
 // Quarter i of the result: the sum of a[i]'s quarters. kLanes / 4 of them.
 PKV_INLINE Ints fold_quarters_of(const Ints* a) { return a[0]; }
 // Quarter j of x[i] goes to quarter i of x[j]. kLanes / 4 of them.

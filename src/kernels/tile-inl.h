@@ -16,34 +16,43 @@ static_assert(kTile == 64 && kRunTokens % kTile == 0 && kTile % kAccs == 0 && kT
 // Stands in for rows that are not there; whoever reads it masks the result.
 alignas(64) const uint8_t kNoRow[kMaxHeadDim * 4] = {};
 
+// Tokens of a tile that lie in one block.
+struct Piece {
+  const uint8_t* k_scales;  // of the first token; null: no block, or no scales
+  const uint8_t* v_scales;
+  int first, n;
+};
+
 struct Tile {
   const uint8_t* k[kTile];
   const uint8_t* v[kTile];
-  float k_scales[kTile], v_scales[kTile];
+  float k_scales[kTile], v_scales[kTile];  // after load_scales()
+  Piece pieces[kTile];
+  int n_pieces;
   uint64_t missing;  // bit t: token t has no block, nobody sees it
   int n;             // tokens
 };
 
-PKV_INLINE void find_rows(const RowStore& store, int64_t block, int64_t slot, int64_t head, int64_t n,
-                          const uint8_t** rows, float* scales) {
+PKV_INLINE void find_rows(const RowStore& store, int64_t block, int64_t slot, int64_t head, int n,
+                          const uint8_t** rows) {
   const uint8_t* row = reinterpret_cast<const uint8_t*>(store.rows) + block * store.block_stride +
                        slot * store.slot_stride + head * store.head_stride;
-  for (int64_t i = 0; i < n; ++i) rows[i] = row + i * store.slot_stride;
-  if (!has_scales(store.format)) return;
-  const uint8_t* scale = reinterpret_cast<const uint8_t*>(store.scales) + block * store.scale_block_stride +
-                         slot * store.scale_slot_stride + head * store.scale_head_stride;
-  if (store.scale_slot_stride == int64_t(sizeof(float))) {
-    __builtin_memcpy(scales, scale, size_t(n) * sizeof(float));
-  } else {
-    for (int64_t i = 0; i < n; ++i)
-      __builtin_memcpy(scales + i, scale + i * store.scale_slot_stride, sizeof(float));
-  }
+  for (int i = 0; i < n; ++i) rows[i] = row + i * store.slot_stride;
+}
+PKV_INLINE const uint8_t* find_scales(const RowStore& store, int64_t block, int64_t slot, int64_t head) {
+  if (!has_scales(store.format)) return nullptr;
+  const uint8_t* scales = reinterpret_cast<const uint8_t*>(store.scales) + block * store.scale_block_stride +
+                          slot * store.scale_slot_stride + head * store.scale_head_stride;
+  prefetch(scales);
+  return scales;
 }
 
 // Tokens [first, first + n) of a sequence. Table entries that name no block of the pool make their tokens missing.
+// Reads the table and nothing else: the rows and scales are for later.
 void find_tile(const LayerStore& layer, const int32_t* table, int64_t max_blocks, int64_t first, int n,
                int64_t head, Tile& tile) {
   tile.n = n;
+  tile.n_pieces = 0;
   tile.missing = 0;
   int64_t place = first / layer.block_size, slot = first % layer.block_size;
   int t = 0;
@@ -51,13 +60,16 @@ void find_tile(const LayerStore& layer, const int32_t* table, int64_t max_blocks
     const int64_t left = layer.block_size - slot;
     const int run = left < n - t ? int(left) : n - t;
     const int64_t block = place < max_blocks ? table[place] : -1;
+    Piece& piece = tile.pieces[tile.n_pieces++];
+    piece = {nullptr, nullptr, t, run};
     if (block >= 0 && block < layer.num_blocks) {
-      find_rows(layer.k, block, slot, head, run, tile.k + t, tile.k_scales + t);
-      find_rows(layer.v, block, slot, head, run, tile.v + t, tile.v_scales + t);
+      find_rows(layer.k, block, slot, head, run, tile.k + t);
+      find_rows(layer.v, block, slot, head, run, tile.v + t);
+      piece.k_scales = find_scales(layer.k, block, slot, head);
+      piece.v_scales = find_scales(layer.v, block, slot, head);
     } else {
       for (int i = t; i < t + run; ++i) {
         tile.k[i] = tile.v[i] = kNoRow;
-        tile.k_scales[i] = tile.v_scales[i] = 0;
         tile.missing |= uint64_t{1} << i;
       }
     }
@@ -66,10 +78,28 @@ void find_tile(const LayerStore& layer, const int32_t* table, int64_t max_blocks
     slot = 0;
   }
   // Register blocks read whole groups of tokens, and prefetching does not look at n.
-  for (; t < kTile; ++t) {
-    tile.k[t] = tile.v[t] = kNoRow;
-    tile.k_scales[t] = tile.v_scales[t] = 0;
+  for (; t < kTile; ++t) tile.k[t] = tile.v[t] = kNoRow;
+}
+
+// n scales; zeros where there is no block.
+PKV_INLINE void copy_scales(const uint8_t* from, int64_t stride, int n, float* to) {
+  int i = 0;
+  if (from == nullptr) {
+    for (; i < n; ++i) to[i] = 0;
+    return;
   }
+  if (stride == int64_t(sizeof(float)))
+    for (; i + kLanes <= n; i += kLanes) store(to + i, load(reinterpret_cast<const float*>(from) + i));
+  for (; i < n; ++i) __builtin_memcpy(to + i, from + i * stride, sizeof(float));
+}
+void load_scales(const LayerStore& layer, Tile& tile) {
+  const bool k = has_scales(layer.k.format), v = has_scales(layer.v.format);
+  for (int i = 0; i < tile.n_pieces; ++i) {
+    const Piece& piece = tile.pieces[i];
+    if (k) copy_scales(piece.k_scales, layer.k.scale_slot_stride, piece.n, tile.k_scales + piece.first);
+    if (v) copy_scales(piece.v_scales, layer.v.scale_slot_stride, piece.n, tile.v_scales + piece.first);
+  }
+  for (int t = tile.n; t < kTile; ++t) tile.k_scales[t] = tile.v_scales[t] = 0;
 }
 
 // Rows of a tile, packed or decoded, and rows to fetch into the L2 cache meanwhile (null: none).
@@ -77,6 +107,7 @@ struct TileRows {
   const uint8_t* const* rows;
   const uint8_t* const* ahead;
   int64_t row_bytes;
+  bool adjacent = false;  // rows lie one behind the other, at least in groups of eight
 };
 
 constexpr int tokens_per_block(int n_rows) { return kAccs / (n_rows == 3 ? 4 : n_rows); }
