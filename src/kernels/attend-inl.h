@@ -211,27 +211,11 @@ class Attention {
   // Head h of the block (0-based) over the tile at position `first`.
   void attend_tile(const Block& block, int64_t h, int64_t first, const Tile& tile, const Tile* ahead) {
     const bool direct = block.head_rows <= kDirectRows;
-    TileRows k{tile.k, nullptr, k_bytes_, adjacent_rows(k_, k_bytes_)};
-    TileRows v{tile.v, nullptr, v_bytes_, adjacent_rows(v_, v_bytes_)};
-    const Products* k_products = &products_of(k_.format);
-    const Products* v_products = &products_of(v_.format);
-    const bool k_codes = call_.shape.k_codes, v_codes = call_.shape.v_codes;
-    if (!direct) {
-      decode_tile(block, first, tile);
-      if (!k_codes) {
-        k = {k_tile_, nullptr, scratch_.dk * int64_t(sizeof(float))};
-        k_products = &kProducts<F32Codec>;
-      }
-      if (!v_codes) {
-        v = {v_tile_, nullptr, scratch_.dv * int64_t(sizeof(float))};
-        v_products = &kProducts<F32Codec>;
-      }
-    }
+    if (!direct) lay_out_tile(block, first, tile);
     alignas(64) float s[kBlockRows * kTile];
     alignas(64) uint8_t codes[kBlockRows * kTile];
-    float scales[kBlockRows];
+    float scales[kBlockRows], alpha[kBlockRows];
     const WeightCodes weights{codes, scales};
-    float alpha[kBlockRows];
     int lo[kBlockRows], hi[kBlockRows];
     for (int64_t r = 0; r < block.head_rows; r += kBlockRows) {
       const int n = int(min64(kBlockRows, block.head_rows - r));
@@ -247,45 +231,83 @@ class Attention {
         if (end < hi[i]) end = hi[i];
       }
       if (begin >= end) continue;
-      if (direct && ahead != nullptr && r == 0) {
-        k.ahead = ahead->k;
-        v.ahead = ahead->v;
-      } else {
-        k.ahead = v.ahead = nullptr;
-      }
       const int64_t row = h * block.head_rows + r;
-      float* acc = scratch_.acc + row * scratch_.dv;
-      if (k_codes) {
-        code_products_of(k_.format).dot[n - 1](k, query_codes(row), begin, end, s);
+      const Tile* fetched = direct && r == 0 ? ahead : nullptr;
+      score(tile, fetched, direct, row, n, begin, end, s);
+      if (call_.shape.v_codes) {
+        weigh<true>(tile, n, lo, hi, begin, end, s, scratch_.run + row, alpha, weights);
       } else {
-        k_products->dot[n - 1](k, scratch_.q + row * scratch_.dk, scratch_.dk, begin, end, s);
+        weigh<false>(tile, n, lo, hi, begin, end, s, scratch_.run + row, alpha, weights);
       }
-      if (v_codes) {
-        const CodeProducts& products = code_products_of(v_.format);
-        weigh<true>(tile, n, lo, hi, begin, end, s, scratch_.run + row, alpha, weights, products.max_weight);
-        products.add[n - 1](v, weights, alpha, begin, end, acc, scratch_.dv);
+      add_values(tile, fetched, direct, row, n, begin, end, s, weights, alpha);
+    }
+  }
+
+  // s[i][t] = q . k for rows [row, row + n), without K's scales.
+  void score(const Tile& tile, const Tile* ahead, bool direct, int64_t row, int n, int begin, int end, float* s) {
+    const TileRows packed{tile.k, ahead == nullptr ? nullptr : ahead->k, k_bytes_, adjacent_rows(k_, k_bytes_)};
+    const float* q = scratch_.q + row * scratch_.dk;
+    if (call_.shape.k_codes) {
+      const CodeProducts& products = code_products_of(k_.format);
+      if (direct) {
+        products.dot[n - 1](packed, query_codes(row), begin, end, s);
       } else {
-        weigh<false>(tile, n, lo, hi, begin, end, s, scratch_.run + row, alpha, weights, 0);
-        v_products->add[n - 1](v, s, alpha, begin, end, acc, scratch_.dv);
+        products.dot_panel[n - 1](k_panel(), query_codes(row), begin, end, s);
       }
+    } else if (direct) {
+      products_of(k_.format).dot[n - 1](packed, q, scratch_.dk, begin, end, s);
+    } else {
+      const TileRows decoded{k_tile_, nullptr, scratch_.dk * int64_t(sizeof(float))};
+      kProducts<F32Codec>.dot[n - 1](decoded, q, scratch_.dk, begin, end, s);
+    }
+  }
+
+  // acc = acc * alpha + weights . v for the same rows.
+  void add_values(const Tile& tile, const Tile* ahead, bool direct, int64_t row, int n, int begin, int end,
+                  const float* s, const WeightCodes& weights, const float* alpha) {
+    const TileRows packed{tile.v, ahead == nullptr ? nullptr : ahead->v, v_bytes_, adjacent_rows(v_, v_bytes_)};
+    float* acc = scratch_.acc + row * scratch_.dv;
+    if (call_.shape.v_codes) {
+      const CodeProducts& products = code_products_of(v_.format);
+      if (direct) {
+        products.add[n - 1](packed, weights, alpha, begin, end, acc, scratch_.dv);
+      } else {
+        products.add_panel[n - 1](v_panel(), scratch_.dv / kUnit, weights, alpha, begin, end, acc, scratch_.dv);
+      }
+    } else if (direct) {
+      products_of(v_.format).add[n - 1](packed, s, alpha, begin, end, acc, scratch_.dv);
+    } else {
+      const TileRows decoded{v_tile_, nullptr, scratch_.dv * int64_t(sizeof(float))};
+      kProducts<F32Codec>.add[n - 1](decoded, s, alpha, begin, end, acc, scratch_.dv);
     }
   }
 
   bool adjacent_rows(const RowStore& store, int64_t row_bytes) const {
     return store.slot_stride == row_bytes && call_.layer.block_size % 8 == 0;
   }
+  // Codes take less room than the decoded rows for which it was made.
+  uint8_t* k_panel() const { return reinterpret_cast<uint8_t*>(scratch_.k_tile); }
+  uint8_t* v_panel() const { return reinterpret_cast<uint8_t*>(scratch_.v_tile); }
 
-  void decode_tile(const Block& block, int64_t first, const Tile& tile) {
+  // Once for all rows of the block: rows as floats, codes as panels.
+  void lay_out_tile(const Block& block, int64_t first, const Tile& tile) {
     int begin = 0;
     if (call_.shape.sliding_window > 0) {
       begin = int(min64(tile.n, max64(0, block.first_position - call_.shape.sliding_window + 1 - first)));
     }
-    const DecodeRow decode_k = decoder_of(k_.format), decode_v = decoder_of(v_.format);
-    const int k_begin = begin / kAccs * kAccs, k_end = int(round_up(tile.n, kAccs));
-    if (!call_.shape.k_codes)
-      for (int t = k_begin; t < k_end; ++t) decode_k(tile.k[t], k_bytes_, scratch_.k_tile + t * scratch_.dk);
-    if (!call_.shape.v_codes)
-      for (int t = begin; t < tile.n; ++t) decode_v(tile.v[t], v_bytes_, scratch_.v_tile + t * scratch_.dv);
+    if (call_.shape.k_codes) {
+      code_products_of(k_.format).lay_out_keys({tile.k, nullptr, k_bytes_}, k_panel());
+    } else {
+      const DecodeRow decode = decoder_of(k_.format);
+      for (int t = begin / kAccs * kAccs; t < int(round_up(tile.n, kAccs)); ++t)
+        decode(tile.k[t], k_bytes_, scratch_.k_tile + t * scratch_.dk);
+    }
+    if (call_.shape.v_codes) {
+      code_products_of(v_.format).lay_out_values({tile.v, nullptr, v_bytes_}, v_panel());
+    } else {
+      const DecodeRow decode = decoder_of(v_.format);
+      for (int t = begin; t < tile.n; ++t) decode(tile.v[t], v_bytes_, scratch_.v_tile + t * scratch_.dv);
+    }
   }
 
   QueryCodes query_codes(int64_t row) const {
@@ -300,7 +322,7 @@ class Attention {
   // [lo[i], hi[i]). alpha is the factor of what each row has summed before. Weights as codes, too, if asked.
   template <bool kCodes, bool kWhole>
   void weigh_rows(const Tile& tile, int n_rows, const int* lo, const int* hi, int begin, int end, float* s,
-                  RowState* states, float* alpha, const WeightCodes& weights, float max_weight) {
+                  RowState* states, float* alpha, const WeightCodes& weights) {
     const bool k_scaled = has_scales(k_.format), v_scaled = has_scales(v_.format);
     const Vec cap = set1(call_.softcap), inverse_cap = set1(call_.softcap > 0 ? 1.0f / call_.softcap : 0.0f);
     const int v_begin = kWhole ? 0 : begin / kLanes * kLanes, v_end = kWhole ? kTile : end;
@@ -357,6 +379,7 @@ class Attention {
       states[r].sum = states[r].sum * alpha[r] + sums[r];
     }
     if constexpr (kCodes) {
+      const float max_weight = code_products_of(v_.format).max_weight;
       reduce_max4(largest, top);
       for (int r = 0; r < n_rows; ++r) {
         // Sums of such small weights vanish beside those of the tile with the maximum, or all is 0.
@@ -372,13 +395,13 @@ class Attention {
 
   template <bool kCodes>
   void weigh(const Tile& tile, int n_rows, const int* lo, const int* hi, int begin, int end, float* s,
-             RowState* states, float* alpha, const WeightCodes& weights, float max_weight) {
+             RowState* states, float* alpha, const WeightCodes& weights) {
     bool whole = tile.missing == 0;
     for (int r = 0; r < n_rows; ++r) whole &= lo[r] == 0 && hi[r] == kTile;
     if (whole) {
-      weigh_rows<kCodes, true>(tile, n_rows, lo, hi, begin, end, s, states, alpha, weights, max_weight);
+      weigh_rows<kCodes, true>(tile, n_rows, lo, hi, begin, end, s, states, alpha, weights);
     } else {
-      weigh_rows<kCodes, false>(tile, n_rows, lo, hi, begin, end, s, states, alpha, weights, max_weight);
+      weigh_rows<kCodes, false>(tile, n_rows, lo, hi, begin, end, s, states, alpha, weights);
     }
   }
 

@@ -22,18 +22,25 @@ struct Q8Codes {
   static constexpr float kWeights = kMaxWeight;
   static PKV_INLINE Codes load(const uint8_t* p) { return load_q8_codes(p); }
   static PKV_INLINE Ints dot(Ints sum, Codes k, Codes q) { return dot_signed(sum, k, q); }
+  // The same in two steps: what of it needs the keys alone, and the rest.
+  static PKV_INLINE Codes prepared(Codes k) { return prepare_signed(k); }
+  static PKV_INLINE Ints dot_prepared(Ints sum, Codes k, Codes q) { return dot_prepared_signed(sum, k, q); }
 };
 struct Q6Codes {
   static constexpr int kUnitBytes = kUnit * 3 / 4, kBias = 32, kQueryBias = kBias;
   static constexpr float kWeights = 255;  // times a code of 6 bits: no pair of products leaves 16 bits
   static PKV_INLINE Codes load(const uint8_t* p) { return load_q6_codes(p); }
   static PKV_INLINE Ints dot(Ints sum, Codes k, Codes q) { return dot_unsigned(sum, k, q); }
+  static PKV_INLINE Codes prepared(Codes k) { return k; }
+  static PKV_INLINE Ints dot_prepared(Ints sum, Codes k, Codes q) { return dot_unsigned(sum, k, q); }
 };
 struct Q4Codes {
   static constexpr int kUnitBytes = kUnit / 2, kBias = 8, kQueryBias = kBias;
   static constexpr float kWeights = 255;
   static PKV_INLINE Codes load(const uint8_t* p) { return load_q4_codes(p); }
   static PKV_INLINE Ints dot(Ints sum, Codes k, Codes q) { return dot_unsigned(sum, k, q); }
+  static PKV_INLINE Codes prepared(Codes k) { return k; }
+  static PKV_INLINE Ints dot_prepared(Ints sum, Codes k, Codes q) { return dot_unsigned(sum, k, q); }
 };
 
 // The last, shorter unit of a row; nothing past the row is touched.
@@ -169,6 +176,30 @@ struct WeightCodes {
   float* scale;    // [rows]
 };
 
+// sums[r][c] += four tokens' weights of row r with their zipped values x[c].
+template <int R>
+PKV_INLINE void add_weighted(const Codes* x, const uint8_t* weights, Ints* sums) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const Codes four = repeat4(weights + r * kTile);
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) sums[r * 4 + c] = dot_unsigned(sums[r * 4 + c], four, x[c]);
+  }
+}
+// acc[r] = acc[r] * alpha[r] + (sums[r] - less[r]) * scale[r], one unit of channels.
+template <int R>
+PKV_INLINE void close_unit(const Ints* sums, const int32_t* less, const float* scale, const float* alpha,
+                           float* acc, int64_t acc_stride) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      float* at = acc + r * acc_stride + c * kLanes;
+      store(at, fma(to_floats(sums[r * 4 + c], less[r]), set1(scale[r]), mul(load(at), set1(alpha[r]))));
+    }
+  }
+}
+
 // acc[r] = acc[r] * alpha[r] + sum over tokens [begin, end) of w[r][t] * v[t], in zipped order.
 template <class Codec, int R>
 void add_codes(const TileRows& v, const WeightCodes& w, const float* alpha, int begin, int end, float* acc,
@@ -210,22 +241,113 @@ void add_codes(const TileRows& v, const WeightCodes& w, const float* alpha, int 
           fetch_unit<Codec, 4>(v.ahead + t, false, u);
         }
       }
+      add_weighted<R>(x, w.codes + t, sums);
+    }
+    close_unit<R>(sums, less, w.scale, alpha, acc + u * kUnit, acc_stride);
+  }
+}
+
+// --- panels: a tile's codes laid out once for the many rows of a prompt
+// -------------------------------------------
+
+// Unit u of a row, or what is left of it.
+template <class Codec>
+PKV_INLINE Codes load_unit(const uint8_t* row, int64_t row_bytes, int64_t u) {
+  const int64_t left = row_bytes - u * Codec::kUnitBytes;
+  if (left >= Codec::kUnitBytes) return Codec::load(row + u * Codec::kUnitBytes);
+  return load_codes_tail<Codec>(row + u * Codec::kUnitBytes, int(left));
+}
+
+constexpr int kPanelVecs = kTile / kLanes;  // registers of one dword of all tokens
+
+// Keys with tokens side by side: [dwords of a row][kTile] dwords.
+template <class Codec>
+void lay_out_keys(const TileRows& k, uint8_t* panel) {
+  for (int t = 0; t < kTile; t += kLanes) {
+    for (int64_t u = 0; u * Codec::kUnitBytes < k.row_bytes; ++u) {
+      Codes x[kLanes];
+      for (int i = 0; i < kLanes; ++i) x[i] = Codec::prepared(load_unit<Codec>(k.rows[t + i], k.row_bytes, u));
+      for (int g = 0; g < kQuarters; ++g) transpose_dwords(x + 4 * g);
+      for (int c = 0; c < 4; ++c) {
+        Codes quarters[kQuarters];
+        for (int g = 0; g < kQuarters; ++g) quarters[g] = x[4 * g + c];
+        transpose_quarters(quarters);
+        for (int i = 0; i < kQuarters; ++i)
+          store_codes(panel + ((u * kLanes + 4 * i + c) * kTile + t) * 4, quarters[i]);
+      }
+    }
+  }
+}
+
+// Values as add_codes() wants them in registers: [units][kTile / 4][4][kUnit].
+template <class Codec>
+void lay_out_values(const TileRows& v, uint8_t* panel) {
+  for (int64_t u = 0; u * Codec::kUnitBytes < v.row_bytes; ++u) {
+    for (int t = 0; t < kTile; t += 4) {
+      Codes x[4];
+      for (int i = 0; i < 4; ++i) x[i] = load_unit<Codec>(v.rows[t + i], v.row_bytes, u);
+      zip_bytes(x);
+      for (int c = 0; c < 4; ++c) store_codes(panel + ((u * kTile + t) + c) * kUnit, x[c]);
+    }
+  }
+}
+
+// As dot_codes().
+template <class Codec, int R>
+void dot_key_panel(const uint8_t* panel, const QueryCodes& q, int begin, int end, float* s) {
+  constexpr int kVecs = kPanelVecs < 4 ? kPanelVecs : 4;
+  for (int t = begin / (kVecs * kLanes) * (kVecs * kLanes); t < end; t += kVecs * kLanes) {
+    Ints sums[R * kVecs];
+#pragma GCC unroll 16
+    for (Ints& sum : sums) sum = no_ints();
+    for (int64_t i = 0; i < q.row_bytes; i += 4) {
+      Codes x[kVecs];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) {
+        x[j] = load_codes(panel + i * kTile + (t + j * kLanes) * 4);
+        hold(x[j]);
+      }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const Codes weights = repeat4(w.codes + r * kTile + t);
+        Codes dword = repeat4(q.codes + r * q.row_bytes + i);
+        hold(dword);
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) sums[r * 4 + c] = dot_unsigned(sums[r * 4 + c], weights, x[c]);
+        for (int j = 0; j < kVecs; ++j) sums[r * kVecs + j] = Codec::dot_prepared(sums[r * kVecs + j], x[j], dword);
       }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const Vec factor = set1(alpha[r]), scale = set1(w.scale[r]);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) {
-        float* at = acc + r * acc_stride + u * kUnit + c * kLanes;
-        store(at, fma(to_floats(sums[r * 4 + c], less[r]), scale, mul(load(at), factor)));
+      for (int j = 0; j < kVecs; ++j) {
+        const Vec sum = to_floats(sums[r * kVecs + j], Codec::kQueryBias * q.sum[r]);
+        store(s + r * kTile + t + j * kLanes, mul(sum, set1(q.scale[r])));
       }
     }
+  }
+}
+
+// As add_codes(), for rows of n_units units.
+template <class Codec, int R>
+void add_value_panel(const uint8_t* panel, int64_t n_units, const WeightCodes& w, const float* alpha, int begin,
+                     int end, float* acc, int64_t acc_stride) {
+  begin = begin / 4 * 4;
+  int32_t less[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) less[r] = Codec::kBias == 0 ? 0 : Codec::kBias * sum_u8(w.codes + r * kTile, kTile);
+  for (int64_t u = 0; u < n_units; ++u) {
+    Ints sums[R * 4];
+#pragma GCC unroll 16
+    for (Ints& sum : sums) sum = no_ints();
+    for (int t = begin; t < end; t += 4) {
+      Codes x[4];
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) {
+        x[c] = load_codes(panel + (u * kTile + t + c) * kUnit);
+        hold(x[c]);
+      }
+      add_weighted<R>(x, w.codes + t, sums);
+    }
+    close_unit<R>(sums, less, w.scale, alpha, acc + u * kUnit, acc_stride);
   }
 }
 
@@ -233,16 +355,28 @@ using DotCodes = void (*)(const TileRows& k, const QueryCodes& q, int begin, int
 using AddCodes = void (*)(const TileRows& v, const WeightCodes& w, const float* alpha, int begin, int end,
                           float* acc, int64_t acc_stride);
 
+using LayOut = void (*)(const TileRows& rows, uint8_t* panel);
+using DotPanel = void (*)(const uint8_t* panel, const QueryCodes& q, int begin, int end, float* s);
+using AddPanel = void (*)(const uint8_t* panel, int64_t n_units, const WeightCodes& w, const float* alpha,
+                          int begin, int end, float* acc, int64_t acc_stride);
+
 // The products for 1 to kBlockRows rows.
 struct CodeProducts {
   DotCodes dot[kBlockRows];
   AddCodes add[kBlockRows];
+  LayOut lay_out_keys, lay_out_values;
+  DotPanel dot_panel[kBlockRows];
+  AddPanel add_panel[kBlockRows];
   float max_weight;
 };
 template <class Codec>
 constexpr CodeProducts kCodeProducts = {
     {dot_codes<Codec, 1>, dot_codes<Codec, 2>, dot_codes<Codec, 3>, dot_codes<Codec, 4>},
     {add_codes<Codec, 1>, add_codes<Codec, 2>, add_codes<Codec, 3>, add_codes<Codec, 4>},
+    lay_out_keys<Codec>,
+    lay_out_values<Codec>,
+    {dot_key_panel<Codec, 1>, dot_key_panel<Codec, 2>, dot_key_panel<Codec, 3>, dot_key_panel<Codec, 4>},
+    {add_value_panel<Codec, 1>, add_value_panel<Codec, 2>, add_value_panel<Codec, 3>, add_value_panel<Codec, 4>},
     Codec::kWeights,
 };
 // Requires: has_scales(format).

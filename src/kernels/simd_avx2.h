@@ -151,6 +151,9 @@ PKV_INLINE Ints dot_signed(Ints sum, Codes a, Codes b) {  // |a| times b with a'
   return dot_unsigned(sum, _mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
 }
 
+PKV_INLINE Codes prepare_signed(Codes a) { return a; }
+PKV_INLINE Ints dot_prepared_signed(Ints sum, Codes a, Codes b) { return dot_signed(sum, a, b); }
+
 PKV_INLINE Codes load_q8_codes(const uint8_t* p) { return load_codes(p); }
 PKV_INLINE Codes load_q4_codes(const uint8_t* p) {
   const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -153,6 +153,8 @@ PKV_INLINE Ints dot_unsigned(Ints sum, Codes a, Codes b) { return _mm512_dpbusd_
 PKV_INLINE Ints dot_signed(Ints sum, Codes a, Codes b) {
   return _mm512_dpbusd_epi32(sum, _mm512_xor_si512(a, _mm512_set1_epi8(-128)), b);
 }
+PKV_INLINE Codes prepare_signed(Codes a) { return _mm512_xor_si512(a, _mm512_set1_epi8(-128)); }
+PKV_INLINE Ints dot_prepared_signed(Ints sum, Codes a, Codes b) { return dot_unsigned(sum, a, b); }
 #else
 constexpr int kSignedBias = 0;
 constexpr int kMaxWeight = 127;
@@ -163,6 +165,8 @@ PKV_INLINE Ints dot_signed(Ints sum, Codes a, Codes b) {  // |a| times b with a'
   const Codes signed_b = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
   return dot_unsigned(sum, _mm512_abs_epi8(a), signed_b);
 }
+PKV_INLINE Codes prepare_signed(Codes a) { return a; }
+PKV_INLINE Ints dot_prepared_signed(Ints sum, Codes a, Codes b) { return dot_signed(sum, a, b); }
 #endif
 
 PKV_INLINE Codes load_q8_codes(const uint8_t* p) { return load_codes(p); }

@@ -135,6 +135,9 @@ PKV_INLINE Ints dot_unsigned(Ints sum, Codes a, Codes b) {
   return dot_words(sum, vmulq_s16(a_low, vmovl_s8(vget_low_s8(y))), vmulq_s16(a_high, vmovl_high_s8(y)));
 }
 
+PKV_INLINE Codes prepare_signed(Codes a) { return a; }
+PKV_INLINE Ints dot_prepared_signed(Ints sum, Codes a, Codes b) { return dot_signed(sum, a, b); }
+
 PKV_INLINE Codes load_q8_codes(const uint8_t* p) { return load_codes(p); }
 PKV_INLINE Codes load_q4_codes(const uint8_t* p) {
   const uint8x8_t x = vld1_u8(p);

@@ -164,6 +164,10 @@ PKV_INLINE Ints dot_signed(Ints sum, Codes a, Codes b) {
   return sum;
 }
 
+// dot_signed in two steps: what of it needs a alone, and the rest.
+PKV_INLINE Codes prepare_signed(Codes a) { return a; }
+PKV_INLINE Ints dot_prepared_signed(Ints sum, Codes a, Codes b) { return dot_signed(sum, a, b); }
+
 // The next 16 codes of a row as they are stored.
 PKV_INLINE Codes load_q8_codes(const uint8_t* p) { return load_codes(p); }
 PKV_INLINE Codes load_q4_codes(const uint8_t* p) {
@@ -182,17 +186,17 @@ PKV_INLINE Codes load_q6_codes(const uint8_t* p) {
 
 // In each quarter (16 bytes): dword j of x[i] goes to dword i of x[j].
 PKV_INLINE void transpose_dwords(Codes* x) {
-  Codes y[4];
-  for (int i = 0; i < 16; ++i)
-    for (int j = 0; j < 4; ++j) y[j][i] = x[i / 4][4 * j + i % 4];
-  for (int j = 0; j < 4; ++j) x[j] = y[j];
+  uint8_t in[64], out[64];
+  __builtin_memcpy(in, x, sizeof in);
+  for (int i = 0; i < 64; ++i) out[i / 4 % 4 * 16 + i / 16 * 4 + i % 4] = in[i];
+  __builtin_memcpy(x, out, sizeof out);
 }
 // In each quarter: byte 4c + j of x[i] goes to byte 4j + i of x[c].
 PKV_INLINE void zip_bytes(Codes* x) {
-  Codes y[4];
-  for (int c = 0; c < 4; ++c)
-    for (int i = 0; i < 16; ++i) y[c][i] = x[i % 4][4 * c + i / 4];
-  for (int c = 0; c < 4; ++c) x[c] = y[c];
+  uint8_t in[64], out[64];
+  __builtin_memcpy(in, x, sizeof in);
+  for (int i = 0; i < 64; ++i) out[i / 4 % 4 * 16 + i % 4 * 4 + i / 16] = in[i];
+  __builtin_memcpy(x, out, sizeof out);
 }
 // Dword c of each quarter, four times.
 template <int c>
