@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 
@@ -14,7 +15,6 @@ namespace {
 
 constexpr int64_t kHuge = int64_t{2} << 20;
 
-using Floats = float __attribute__((vector_size(64)));
 using Words = uint64_t __attribute__((vector_size(64)));
 
 #if defined(__x86_64__)
@@ -43,33 +43,63 @@ PKV_EVERY_ISA uint64_t read_all(const std::byte* data, int64_t bytes) {
   return all;
 }
 
-// Twelve independent chains hide the latency of a fused multiply-add.
-PKV_EVERY_ISA float multiply_add(int64_t rounds, float seed) {
-  Floats acc[12];
-  for (int i = 0; i < 12; ++i) acc[i] = Floats{} + seed * float(i + 1);
-  const Floats x = Floats{} + 0.999999f, y = Floats{} + 1e-6f;
-  for (int64_t r = 0; r < rounds; ++r)
-    for (Floats& chain : acc) chain = chain * x + y;
-  float sum = 0;
-  for (const Floats& chain : acc) sum += chain[0];
-  return sum;
-}
-
 std::atomic<uint64_t> sink{0};  // keeps results alive
 
 }  // namespace
 
-HugeBuffer::HugeBuffer(int64_t bytes) : size_((bytes + kHuge - 1) / kHuge * kHuge) {
-  data_ = static_cast<std::byte*>(std::aligned_alloc(size_t(kHuge), size_t(size_)));
-  if (data_ == nullptr) size_ = 0;
-  if (size_ == 0) return;
-  madvise(data_, size_t(size_), MADV_HUGEPAGE);
-  std::memset(data_, 1, size_t(size_));
+// Access is given to the inner part alone, so that it is a mapping of its own, which smaps tells by itself.
+Pages::Pages(int64_t bytes, PageSize pages) {
+  const int64_t size = (bytes + kHuge - 1) / kHuge * kHuge;
+  if (size <= 0) return;
+  mapping_size_ = size + 2 * kHuge;
+  mapping_ = mmap(nullptr, size_t(mapping_size_), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapping_ == MAP_FAILED) {
+    mapping_ = nullptr;
+    return;
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(mapping_);
+  auto* inner = static_cast<std::byte*>(mapping_) + (uintptr_t(kHuge) - begin % uintptr_t(kHuge));
+  if (mprotect(inner, size_t(size), PROT_READ | PROT_WRITE) != 0) return;
+  madvise(inner, size_t(size), pages == PageSize::k2MiB ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  std::memset(inner, 1, size_t(size));
+  data_ = inner;
+  size_ = size;
 }
 
-HugeBuffer::~HugeBuffer() { std::free(data_); }
+Pages::~Pages() {
+  if (mapping_ != nullptr) munmap(mapping_, size_t(mapping_size_));
+}
 
-double read_bandwidth(Team& team, const HugeBuffer& buffer) {
+std::optional<double> on_huge_pages(const void* address) {
+  const auto wanted = reinterpret_cast<uintptr_t>(address);
+  std::ifstream file("/proc/self/smaps");
+  bool inside = false;
+  double rss = 0;
+  for (std::string line; std::getline(file, line);) {
+    unsigned long begin = 0, end = 0, kib = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx ", &begin, &end) == 2)
+      inside = wanted >= begin && wanted < end;
+    else if (inside && std::sscanf(line.c_str(), "Rss: %lu kB", &kib) == 1)
+      rss = double(kib);
+    else if (inside && std::sscanf(line.c_str(), "AnonHugePages: %lu kB", &kib) == 1 && rss > 0)
+      return double(kib) / rss;
+  }
+  return std::nullopt;
+}
+
+std::string page_note(const char* what, std::optional<double> huge) {
+  if (!huge || *huge > 0.98) return "";
+  char text[120];
+  std::snprintf(text, sizeof text, "only %.0f %% of %s is on 2 MiB pages: reading it is slower", *huge * 100, what);
+  return text;
+}
+
+int64_t read_buffer_bytes() {
+  const int64_t most = engine::machine_memory({}).limit.n / 8;
+  return std::min({int64_t{1} << 29, 16 * last_level_cache(), most});
+}
+
+double read_bandwidth(Team& team, const Pages& buffer) {
   const double begin = now_seconds();
   team.run([&](Part part) {
     const int64_t share = buffer.size() / part.count / 256 * 256;
@@ -79,25 +109,11 @@ double read_bandwidth(Team& team, const HugeBuffer& buffer) {
 }
 
 double read_rate(int threads) {
-  // A share of the memory that this process may use, where that is less: being killed for a measurement helps
-  // nobody.
-  const int64_t most = engine::machine_memory({}).limit.n / 8;
-  const HugeBuffer buffer(std::min({int64_t{1} << 29, 16 * last_level_cache(), most}));
+  const Pages buffer(read_buffer_bytes());
   if (buffer.size() == 0) return 0;
   Team team(threads);
   double best = 0;
   for (int sample = 0; sample < 5; ++sample) best = std::max(best, read_bandwidth(team, buffer));
-  return best;
-}
-
-double fma_peak(Team& team) {
-  constexpr int64_t kRounds = 5'000'000;
-  double best = 0;
-  for (int sample = 0; sample < 5; ++sample) {
-    const double begin = now_seconds();
-    team.run([&](Part part) { sink += uint64_t(multiply_add(kRounds, float(part.index + 1))); });
-    best = std::max(best, double(kRounds) * 12 * 16 * team.size() / (now_seconds() - begin));
-  }
   return best;
 }
 

@@ -1,4 +1,4 @@
-// Timing in common: a team of threads that meets at barriers, medians, and the limits of this machine.
+// Timing in common: a team of threads that meets at barriers, medians, memory and how fast it is read.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
+#include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -67,25 +68,37 @@ class Team {
   std::vector<std::jthread> threads_;
 };
 
-// Memory on 2 MiB pages where the system gives them; 64-byte aligned. Its size is 0 when there is none.
-class HugeBuffer {
+enum class PageSize { k4KiB, k2MiB };
+
+// Written memory on pages of one size, as far as the system gives them: see on_huge_pages(). Aligned to 2 MiB. Its
+// size is 0 when there is none.
+class Pages {
  public:
-  explicit HugeBuffer(int64_t bytes);
-  ~HugeBuffer();
-  HugeBuffer(const HugeBuffer&) = delete;
-  HugeBuffer& operator=(const HugeBuffer&) = delete;
+  explicit Pages(int64_t bytes, PageSize pages = PageSize::k2MiB);
+  ~Pages();
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
   std::byte* data() const { return data_; }
   int64_t size() const { return size_; }
 
  private:
   std::byte* data_ = nullptr;
   int64_t size_ = 0;
+  void* mapping_ = nullptr;
+  int64_t mapping_size_ = 0;
 };
 
+// The share, 0 to 1, of the mapping around `address` that is on 2 MiB pages now (AnonHugePages over Rss in
+// /proc/self/smaps); none if the system does not tell.
+std::optional<double> on_huge_pages(const void* address);
+// Says why reads will be slower when a share of on_huge_pages() is not all; empty when it is, or is unknown.
+std::string page_note(const char* what, std::optional<double> huge);
+
+// Bytes that a sample of the read bandwidth walks: far more than any cache, at most an eighth of the memory that
+// this process may use. Being killed for a measurement helps nobody.
+int64_t read_buffer_bytes();
 // Bytes a second that the team reads from a buffer far larger than any cache (one sample).
-double read_bandwidth(Team& team, const HugeBuffer& buffer);
-// f32 multiply-adds a second (one multiply and one add count as one) of the team.
-double fma_peak(Team& team);
+double read_bandwidth(Team& team, const Pages& buffer);
 // Bytes of the last-level cache; 32 MiB if the system does not tell.
 int64_t last_level_cache();
 

@@ -12,17 +12,35 @@ namespace {
 std::string text_of(const KvQuantConfig& config) { return kv_quant_name(config); }
 
 TEST(Cache, DecodeStepByStepIsAttentionOverWhatWasStoredInEveryFormat) {  // O-NUM-11, O-MEM-02
-  for (const auto& config : kConfigs) {
-    SCOPED_TRACE(text_of(config));
-    Desk d({.formats = config, .layers = 3, .block_size = 4, .num_blocks = 1});
-    d.prefill("a", tokens(0, 3));
-    for (int32_t t = 3; t < 40; ++t) {
-      const Outputs out = d.append("a", {t});
-      d.expect_right("a", out);
-      EXPECT_EQ(d.cache->blocks_held(d.ids["a"])->n, (t + 1 + 3) / 4);
+  for (const QueryPath path : {QueryPath::kF32, QueryPath::kInt8}) {
+    for (const auto& config : kConfigs) {
+      SCOPED_TRACE(text_of(config) + " " + query_path_name(path));
+      Desk d({.formats = config, .layers = 3, .block_size = 4, .num_blocks = 1, .query_path = path});
+      d.prefill("a", tokens(0, 3));
+      for (int32_t t = 3; t < 40; ++t) {
+        const Outputs out = d.append("a", {t});
+        d.expect_right("a", out);
+        EXPECT_EQ(d.cache->blocks_held(d.ids["a"])->n, (t + 1 + 3) / 4);
+      }
+      EXPECT_EQ(d.cache->stats().growth_bytes_copied, 0);
     }
-    EXPECT_EQ(d.cache->stats().growth_bytes_copied, 0);
   }
+}
+
+TEST(Cache, TheQueryPathIsInt8OnlyWhereThereAreCodesAndPartOfEveryKey) {
+  const auto path_of = [](const KvQuantConfig& formats, QueryPath asked) {
+    return Desk({.formats = formats, .query_path = asked}).cache->query_path();
+  };
+  EXPECT_EQ(path_of({Format::kF16, Format::kF16}, QueryPath::kInt8), QueryPath::kF32);
+  EXPECT_EQ(path_of({Format::kF16, Format::kQ4}, QueryPath::kInt8), QueryPath::kInt8);
+  EXPECT_EQ(path_of({Format::kQ8, Format::kQ8}, QueryPath::kF32), QueryPath::kF32);
+  const auto key_of = [](QueryPath asked) {
+    const Desk d({.formats = {Format::kQ8, Format::kQ8}, .query_path = asked});
+    return d.cache->prefix_keys(tokens(0, 16))[0];
+  };
+  EXPECT_FALSE(key_of(QueryPath::kF32) == key_of(QueryPath::kInt8));
+  EXPECT_EQ(parse_query_path("int8").value(), QueryPath::kInt8);
+  EXPECT_EQ(parse_query_path("fp8").status().code(), Code::kInvalidArgument);
 }
 
 TEST(Cache, BlocksOfOneTokenGiveWhatBlocksOfSixteenGive) {  // O-NUM-14

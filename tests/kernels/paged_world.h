@@ -298,6 +298,39 @@ class World {
     }
   }
 
+  // Root mean square of the error against attention in double over the values before they were stored, relative to
+  // that attention's own: what format and path lose together.
+  double loss(const Rows& got, const std::vector<Query>& queries) const {
+    double error = 0, magnitude = 0;
+    size_t at = 0;
+    for (const Query& query : queries) {
+      const auto& k = k_[size_t(query.sequence)];
+      const auto& v = v_[size_t(query.sequence)];
+      for (int64_t position = query.length - query.n_new; position < query.length; ++position) {
+        for (int64_t h = 0; h < q_heads(); ++h) {
+          const int64_t heads = spec_.num_kv_heads, kv = h / spec_.group, dk = spec_.head_dim_k,
+                        dv = spec_.head_dim_v;
+          const float* q = q_[size_t(query.sequence)].data() + ((position + kBefore) * q_heads() + h) * dk;
+          std::vector<double> mean(size_t(dv), 0);
+          double sum = 0;
+          for (int64_t t = 0; t <= position; ++t) {
+            double dot = 0;
+            for (int64_t c = 0; c < dk; ++c) dot += double(q[c]) * double(k[size_t((t * heads + kv) * dk + c)]);
+            const double p = std::exp(dot * scale());
+            sum += p;
+            for (int64_t c = 0; c < dv; ++c) mean[size_t(c)] += p * double(v[size_t((t * heads + kv) * dv + c)]);
+          }
+          for (int64_t c = 0; c < dv; ++c, ++at) {
+            const double want = mean[size_t(c)] / sum;
+            error += (got.out[at] - want) * (got.out[at] - want);
+            magnitude += want * want;
+          }
+        }
+      }
+    }
+    return std::sqrt(error / magnitude);
+  }
+
   // Largest error seen by expect_near_reference, as a share of what is allowed.
   double worst_share() const { return worst_; }
 
