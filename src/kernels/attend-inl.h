@@ -36,9 +36,10 @@ PKV_INLINE Lanes lanes_of_sums(const LayerStore& layer, const AttendShape& shape
 struct Scratch {
   int64_t dk, dv;     // floats of a row of q and k, of acc and v
   float* q;           // [state_rows, dk]; not where queries are codes
-  int64_t dq;         // bytes of a row of query codes; 0: queries are floats
-  uint8_t* q_codes;   // [state_rows, dq]
-  uint8_t* q_spread;  // [state_rows, 4 * dq]
+  int64_t dq;         // bytes of a plane of query codes; 0: queries are floats
+  int planes;         // of a row of query codes
+  uint8_t* q_codes;   // [state_rows, planes, dq]
+  uint8_t* q_spread;  // [state_rows, planes, 4 * dq]
   float* q_scales;    // [state_rows]
   int32_t* q_sums;    // [state_rows]
   float* acc;         // [state_rows, dv] of the current run
@@ -54,6 +55,7 @@ struct Scratch {
     dk = padded_dim(layer.k.format, layer.k.head_dim);
     dv = padded_sums(layer, shape);
     dq = shape.k_codes ? padded_codes(layer.k.head_dim) : 0;
+    planes = planes_of(layer.k.format);
     int64_t at = 0;
     const auto take = [&](int64_t floats) {
       float* array = base == nullptr ? nullptr : reinterpret_cast<float*>(base + at);
@@ -61,8 +63,8 @@ struct Scratch {
       return array;
     };
     q = take(shape.k_codes ? 0 : n * dk);
-    q_codes = reinterpret_cast<uint8_t*>(take(n * dq / 4));
-    q_spread = reinterpret_cast<uint8_t*>(take(n * dq));
+    q_codes = reinterpret_cast<uint8_t*>(take(n * planes * dq / 4));
+    q_spread = reinterpret_cast<uint8_t*>(take(n * planes * dq));
     q_scales = take(n);
     q_sums = reinterpret_cast<int32_t*>(take(n));
     acc = take(n * dv);
@@ -177,8 +179,9 @@ class Attention {
         const float* q = call_.q + token * call_.q_token_stride + h * group_ * k_.head_dim;
         for (int64_t g = 0; g < group_; ++g, ++row, q += k_.head_dim) {
           if (call_.shape.k_codes) {
-            encode_query(q, k_.head_dim, call_.scale, scratch_.q_codes + row * scratch_.dq,
-                         scratch_.q_spread + row * 4 * scratch_.dq, scratch_.q_scales + row, scratch_.q_sums + row);
+            const int64_t at = row * scratch_.planes * scratch_.dq;
+            encode_query(q, k_.head_dim, call_.scale, scratch_.planes, scratch_.q_codes + at,
+                         scratch_.q_spread + 4 * at, scratch_.q_scales + row, scratch_.q_sums + row);
             continue;
           }
           float* lanes = scratch_.q + row * scratch_.dk;
@@ -213,7 +216,7 @@ class Attention {
     const bool direct = block.head_rows <= kDirectRows;
     if (!direct) lay_out_tile(block, first, tile);
     alignas(64) float s[kBlockRows * kTile];
-    alignas(64) uint8_t codes[kBlockRows * kTile];
+    alignas(64) uint8_t codes[2 * WeightCodes::kPlane];
     float scales[kBlockRows], alpha[kBlockRows];
     const WeightCodes weights{codes, scales};
     int lo[kBlockRows], hi[kBlockRows];
@@ -311,11 +314,12 @@ class Attention {
   }
 
   QueryCodes query_codes(int64_t row) const {
-    return {.codes = scratch_.q_codes + row * scratch_.dq,
-            .spread = scratch_.q_spread + row * 4 * scratch_.dq,
+    const int64_t at = row * scratch_.planes * scratch_.dq;
+    return {.codes = scratch_.q_codes + at,
+            .spread = scratch_.q_spread + 4 * at,
             .scale = scratch_.q_scales + row,
             .sum = scratch_.q_sums + row,
-            .row_bytes = scratch_.dq};
+            .plane_bytes = scratch_.dq};
   }
 
   // Scores to weights: s becomes p times V's scale in [begin, end), 0 for what row i does not see, outside
@@ -380,14 +384,21 @@ class Attention {
     }
     if constexpr (kCodes) {
       const float max_weight = code_products_of(v_.format).max_weight;
+      const bool two_planes = planes_of(v_.format) == 2;
       reduce_max4(largest, top);
       for (int r = 0; r < n_rows; ++r) {
         // Sums of such small weights vanish beside those of the tile with the maximum, or all is 0.
         const Vec steps = set1(top[r] > 1e-30f ? max_weight / top[r] : 0.0f);
         uint8_t* codes = weights.codes + r * kTile;
-        if (!kWhole) __builtin_memset(codes, 0, kTile);
+        if (!kWhole) {
+          __builtin_memset(codes, 0, kTile);
+          __builtin_memset(codes + WeightCodes::kPlane, 0, kTile);
+        }
 #pragma GCC unroll 4
-        for (int t = v_begin; t < v_end; t += kLanes) store_u8(codes + t, mul(load(s + r * kTile + t), steps));
+        for (int t = v_begin; t < v_end; t += kLanes) {
+          const Vec code = mul(load(s + r * kTile + t), steps);
+          two_planes ? store_u15(codes + t, codes + WeightCodes::kPlane + t, code) : store_u8(codes + t, code);
+        }
         weights.scale[r] = top[r] / max_weight;
       }
     }

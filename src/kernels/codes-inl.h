@@ -1,8 +1,10 @@
 // The int8 path: products over the stored codes themselves. Compiled once per instruction set.
 //
-// A query row is rounded to int8 once an item; its products with a tile's codes are integers, so they are exact and
-// their order means nothing. Weights (p times V's scale) are rounded to kMaxWeight steps of the tile's largest,
-// again for exact integer sums. What each rounding costs is in docs/numerics.md.
+// A query row is rounded to integers once an item; its products with a tile's codes are integers, so they are exact
+// and their order means nothing. Weights (p times V's scale) are rounded to steps of the tile's largest, again for
+// exact integer sums. Where the format keeps 8 bits, one more rounding to 8 bits would lose as much again: there
+// queries and weights have 15 bits, in two planes of bytes (value = 128 * plane 0 + plane 1). The other formats
+// take one plane. docs/numerics.md has what this costs.
 //
 // A unit is kUnit codes: one register of bytes, summed four by four into kLanes integers. Wherever rows were
 // interleaved on the way, channels come out in zipped order: within a unit, channel 16q + 4c + j is lane 4q + j of
@@ -17,9 +19,10 @@ namespace {
 constexpr int kQuarters = kLanes / 4;  // of a register: groups of four tokens side by side
 
 struct Q8Codes {
+  static constexpr int kPlanes = 2;
   static constexpr int kUnitBytes = kUnit, kBias = 0;
-  static constexpr int kQueryBias = kSignedBias;  // what dot() adds to each code
-  static constexpr float kWeights = kMaxWeight;
+  static constexpr int kQueryBias = kSignedBias;       // what dot() adds to each code
+  static constexpr float kWeights = kMaxWeight * 128;  // largest weight
   static PKV_INLINE Codes load(const uint8_t* p) { return load_q8_codes(p); }
   static PKV_INLINE Ints dot(Ints sum, Codes k, Codes q) { return dot_signed(sum, k, q); }
   // The same in two steps: what of it needs the keys alone, and the rest.
@@ -27,6 +30,7 @@ struct Q8Codes {
   static PKV_INLINE Ints dot_prepared(Ints sum, Codes k, Codes q) { return dot_prepared_signed(sum, k, q); }
 };
 struct Q6Codes {
+  static constexpr int kPlanes = 1;
   static constexpr int kUnitBytes = kUnit * 3 / 4, kBias = 32, kQueryBias = kBias;
   static constexpr float kWeights = 255;  // times a code of 6 bits: no pair of products leaves 16 bits
   static PKV_INLINE Codes load(const uint8_t* p) { return load_q6_codes(p); }
@@ -35,6 +39,7 @@ struct Q6Codes {
   static PKV_INLINE Ints dot_prepared(Ints sum, Codes k, Codes q) { return dot_unsigned(sum, k, q); }
 };
 struct Q4Codes {
+  static constexpr int kPlanes = 1;
   static constexpr int kUnitBytes = kUnit / 2, kBias = 8, kQueryBias = kBias;
   static constexpr float kWeights = 255;
   static PKV_INLINE Codes load(const uint8_t* p) { return load_q4_codes(p); }
@@ -43,30 +48,40 @@ struct Q4Codes {
   static PKV_INLINE Ints dot_prepared(Ints sum, Codes k, Codes q) { return dot_unsigned(sum, k, q); }
 };
 
-// The last, shorter unit of a row; nothing past the row is touched.
+// The last, shorter units of rows [begin, end), zero-filled: nothing past a row is touched. Rows of whole units:
+// nothing. Not inline: a call among the products would cost them their registers.
 template <class Codec>
-PKV_INLINE Codes load_codes_tail(const uint8_t* p, int n_bytes) {
-  alignas(64) uint8_t unit[Codec::kUnitBytes] = {};
-  for (int i = 0; i < n_bytes; ++i) unit[i] = p[i];
-  return Codec::load(unit);
+__attribute__((noinline)) void copy_tails(const TileRows& from, int begin, int end, uint8_t* tails) {
+  const int n = int(from.row_bytes % Codec::kUnitBytes);
+  if (n == 0) return;
+  for (int t = begin; t < end; ++t) {
+    const uint8_t* row = from.rows[t] + from.row_bytes - n;
+    uint8_t* to = tails + t * Codec::kUnitBytes;
+    for (int i = 0; i < n; ++i) to[i] = row[i];
+    for (int i = n; i < Codec::kUnitBytes; ++i) to[i] = 0;
+  }
 }
 
 constexpr int64_t padded_codes(int64_t head_dim) { return round_up(head_dim, kUnit); }
 
-// Query rows as int8. Value = code * scale.
+constexpr int planes_of(Format format) { return format == Format::kQ8 ? Q8Codes::kPlanes : 1; }
+
+// Query rows as integers. Value = code * scale.
 struct QueryCodes {
-  const uint8_t* codes;   // [rows, row_bytes], zeros behind head_dim
-  const uint8_t* spread;  // [rows, 4 * row_bytes]: each unit four times, vector c having dword c of each quarter
-  const float* scale;     // [rows]
-  const int32_t* sum;     // [rows] of the codes
-  int64_t row_bytes;
+  const uint8_t* codes;  // [rows][planes][plane_bytes], zeros behind head_dim
+  const uint8_t*
+      spread;  // [rows][planes][4 * plane_bytes]: each unit four times, vector c having dword c of each quarter
+  const float* scale;  // [rows]
+  const int32_t* sum;  // [rows] of the codes
+  int64_t plane_bytes;
 };
 
-// One row of q * factor. Requires room for padded_codes(head_dim) codes and four times that. A row with a NaN or an
-// infinity gets the scale NaN, so that its scores are NaN.
-PKV_INLINE void encode_query(const float* q, int64_t head_dim, float factor, uint8_t* codes, uint8_t* spread,
-                             float* scale, int32_t* sum) {
+// One row of q * factor. Requires room for `planes` times padded_codes(head_dim) codes and four times that. A row
+// with a NaN or an infinity gets the scale NaN, so that its scores are NaN.
+PKV_INLINE void encode_query(const float* q, int64_t head_dim, float factor, int planes, uint8_t* codes,
+                             uint8_t* spread, float* scale, int32_t* sum) {
   const int64_t padded = padded_codes(head_dim);
+  const float largest_code = planes == 2 ? 127.0f * 128.0f : 127.0f;
   alignas(64) float x[kMaxHeadDim];
   __builtin_memcpy(x, q, size_t(head_dim) * sizeof(float));
   for (int64_t i = head_dim; i < padded; ++i) x[i] = 0;
@@ -79,22 +94,33 @@ PKV_INLINE void encode_query(const float* q, int64_t head_dim, float factor, uin
     largest = max(largest, abs(v));
   }
   const float top = reduce_max(largest);
-  const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
+  const Vec inverse = set1(!bad && top > 1e-30f ? largest_code / top : 0.0f);
   int8_t* out = reinterpret_cast<int8_t*>(codes);
-  for (int64_t i = 0; i < padded; i += kLanes)
-    store_i8(out + i, bad ? zero() : round_even(mul(load(x + i), set1(inverse))));
-  Ints total = no_ints();
-  const uint8_t ones[4] = {1, 1, 1, 1};
-  for (int64_t u = 0; u < padded; u += kUnit) {
-    const Codes x = load_codes(codes + u);
-    total = dot_unsigned(total, repeat4(ones), x);
-    store_codes(spread + 4 * u, spread_dword<0>(x));
-    store_codes(spread + 4 * u + kUnit, spread_dword<1>(x));
-    store_codes(spread + 4 * u + 2 * kUnit, spread_dword<2>(x));
-    store_codes(spread + 4 * u + 3 * kUnit, spread_dword<3>(x));
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const Vec code = round_even(mul(bad ? zero() : load(x + i), inverse));
+    if (planes == 2) {
+      const Vec high = round_even(mul(code, set1(1.0f / 128.0f)));
+      store_i8(out + i, high);
+      store_i8(out + padded + i, fma(high, set1(-128.0f), code));
+    } else {
+      store_i8(out + i, code);
+    }
   }
-  *scale = bad ? __builtin_nanf("") : top / 127.0f;
-  *sum = sum_ints(total);
+  *scale = bad ? __builtin_nanf("") : top / largest_code;
+  const uint8_t ones[4] = {1, 1, 1, 1};
+  *sum = 0;
+  for (int plane = 0; plane < planes; ++plane) {
+    Ints total = no_ints();
+    for (int64_t u = plane * padded; u < (plane + 1) * padded; u += kUnit) {
+      const Codes unit = load_codes(codes + u);
+      total = dot_unsigned(total, repeat4(ones), unit);
+      store_codes(spread + 4 * u, spread_dword<0>(unit));
+      store_codes(spread + 4 * u + kUnit, spread_dword<1>(unit));
+      store_codes(spread + 4 * u + 2 * kUnit, spread_dword<2>(unit));
+      store_codes(spread + 4 * u + 3 * kUnit, spread_dword<3>(unit));
+    }
+    *sum = *sum * 128 + sum_ints(total);
+  }
 }
 
 // Unit u of N rows into the L2 cache; of rows that lie one behind the other, the u-th piece of as many bytes.
@@ -110,52 +136,62 @@ PKV_INLINE void fetch_unit(const uint8_t* const* rows, bool adjacent, int64_t u)
   }
 }
 
+// The value of N sums in planes: [plane][N] to [N]. Sums of 15-bit codes may pass 2^31 on the way: they come back,
+// as integers that wrap do, once the bias is off.
+template <int kPlanes, int N>
+PKV_INLINE void join_planes(const Ints* sums, Ints* joined) {
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) joined[i] = kPlanes == 1 ? sums[i] : add_shifted7(sums[i], sums[N + i]);
+}
+
 // s[r][t] = q[r] . k[t], without K's scales, for R rows and tokens [begin, end), rounded out to kLanes.
 template <class Codec, int R>
 void dot_codes(const TileRows& k, const QueryCodes& q, int begin, int end, float* s) {
-  const int64_t n_full = k.row_bytes / Codec::kUnitBytes;
-  const int n_tail = int(k.row_bytes - n_full * Codec::kUnitBytes);
-  const int64_t n_units = n_full + (n_tail != 0);
-  // Quarters that go through the registers together: their rows, and R sums for each.
-  constexpr int kTogether = R > 2 && kQuarters > 2 ? 2 : kQuarters;
+  constexpr int kPlanes = Codec::kPlanes;
+  const int64_t n_full = k.row_bytes / Codec::kUnitBytes, n_units = q.plane_bytes / kUnit;
+  // Quarters that go through the registers together: their rows, and sums of R rows for each.
+  constexpr int kTogether = R * kPlanes > 2 && kQuarters > 2 ? 2 : kQuarters;
   constexpr int kRows = 4 * kTogether;
   begin = begin / kLanes * kLanes;
+  alignas(64) uint8_t tails[kTile * Codec::kUnitBytes];
+  copy_tails<Codec>(k, begin, int(round_up(end, kLanes)), tails);
   for (int t = begin; t < end; t += kLanes) {
     Ints sums[R * kQuarters];
 #pragma GCC unroll 2
     for (int first = 0; first < kQuarters; first += kTogether) {
       const uint8_t* const* rows = k.rows + t + 4 * first;
       const uint8_t* const* ahead = k.ahead + t + 4 * first;
-      Ints part[R * kTogether];
+      Ints part[kPlanes * R * kTogether];
 #pragma GCC unroll 16
       for (Ints& sum : part) sum = no_ints();
       for (int64_t u = 0; u < n_units; ++u) {
         Codes x[kRows];
-        if (u < n_full) {
 #pragma GCC unroll 16
-          for (int i = 0; i < kRows; ++i) {
-            x[i] = Codec::load(rows[i] + u * Codec::kUnitBytes);
-            hold(x[i]);
-          }
-        } else {
-          for (int i = 0; i < kRows; ++i) x[i] = load_codes_tail<Codec>(rows[i] + u * Codec::kUnitBytes, n_tail);
+        for (int i = 0; i < kRows; ++i) {
+          x[i] = Codec::load(u < n_full ? rows[i] + u * Codec::kUnitBytes
+                                        : tails + (t + 4 * first + i) * Codec::kUnitBytes);
+          hold(x[i]);
         }
 #pragma GCC unroll 4
         for (int g = 0; g < kTogether; ++g) transpose_dwords(x + 4 * g);
         if (k.ahead != nullptr) fetch_unit<Codec, kRows>(ahead, k.adjacent, u);
-        const uint8_t* spread = q.spread + u * 4 * kUnit;
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+          for (int plane = 0; plane < kPlanes; ++plane) {
+            const uint8_t* spread = q.spread + ((r * kPlanes + plane) * q.plane_bytes + u * kUnit) * 4;
+            Ints* to = part + (plane * R + r) * kTogether;
 #pragma GCC unroll 4
-          for (int c = 0; c < 4; ++c) {
-            Codes qc = load_codes(spread + r * 4 * q.row_bytes + c * kUnit);
-            hold(qc);
+            for (int c = 0; c < 4; ++c) {
+              Codes qc = load_codes(spread + c * kUnit);
+              hold(qc);
 #pragma GCC unroll 4
-            for (int g = 0; g < kTogether; ++g)
-              part[r * kTogether + g] = Codec::dot(part[r * kTogether + g], x[4 * g + c], qc);
+              for (int g = 0; g < kTogether; ++g) to[g] = Codec::dot(to[g], x[4 * g + c], qc);
+            }
           }
         }
       }
+      join_planes<kPlanes, R * kTogether>(part, part);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -170,103 +206,153 @@ void dot_codes(const TileRows& k, const QueryCodes& q, int begin, int end, float
   }
 }
 
+// All four vectors of a unit.
+PKV_INLINE void zip(Codes* x) {
+  Codes high[4] = {x[0], x[1], x[2], x[3]};
+  zip_low(x);
+  zip_high(high);
+  x[2] = high[0];
+  x[3] = high[1];
+}
+
 // Weights of a tile as integers. Value = code * scale.
 struct WeightCodes {
-  uint8_t* codes;  // [rows, kTile], 0 for what a row does not see
+  uint8_t* codes;  // [planes][kBlockRows][kTile], 0 for what a row does not see
   float* scale;    // [rows]
+
+  static constexpr int kPlane = kBlockRows * kTile;
 };
 
-// sums[r][c] += four tokens' weights of row r with their zipped values x[c].
-template <int R>
+// Vectors of a unit's channels that go through the registers together: two where there are two planes of sums.
+template <class Codec, int R>
+constexpr int kVecsTogether = Codec::kPlanes* R * 4 <= kAccs ? 4 : 2;
+
+// sums[plane][r][c] += four tokens' weights of row r with their zipped values x[c], for V vectors.
+template <int kPlanes, int R, int V>
 PKV_INLINE void add_weighted(const Codes* x, const uint8_t* weights, Ints* sums) {
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    const Codes four = repeat4(weights + r * kTile);
+#pragma GCC unroll 2
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      const Codes four = repeat4(weights + plane * WeightCodes::kPlane + r * kTile);
+      Ints* to = sums + (plane * R + r) * V;
 #pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) sums[r * 4 + c] = dot_unsigned(sums[r * 4 + c], four, x[c]);
+      for (int c = 0; c < V; ++c) to[c] = dot_unsigned(to[c], four, x[c]);
+    }
   }
 }
-// acc[r] = acc[r] * alpha[r] + (sums[r] - less[r]) * scale[r], one unit of channels.
-template <int R>
-PKV_INLINE void close_unit(const Ints* sums, const int32_t* less, const float* scale, const float* alpha,
-                           float* acc, int64_t acc_stride) {
+// acc[r] = acc[r] * alpha[r] + (sums[r] - less[r]) * scale[r], V vectors of channels.
+template <int kPlanes, int R, int V>
+PKV_INLINE void close_sums(Ints* sums, const int32_t* less, const float* scale, const float* alpha, float* acc,
+                           int64_t acc_stride) {
+  join_planes<kPlanes, R * V>(sums, sums);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {
+    for (int c = 0; c < V; ++c) {
       float* at = acc + r * acc_stride + c * kLanes;
-      store(at, fma(to_floats(sums[r * 4 + c], less[r]), set1(scale[r]), mul(load(at), set1(alpha[r]))));
+      store(at, fma(to_floats(sums[r * V + c], less[r]), set1(scale[r]), mul(load(at), set1(alpha[r]))));
     }
   }
+}
+template <class Codec, int R>
+PKV_INLINE void sum_weights(const WeightCodes& w, int32_t* less) {
+  static_assert(Codec::kBias == 0 || Codec::kPlanes == 1);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) less[r] = Codec::kBias == 0 ? 0 : Codec::kBias * sum_u8(w.codes + r * kTile, kTile);
+}
+
+// Four rows of a tile to come at a time, unit by unit: in the order of addresses, whatever is read meanwhile.
+template <class Codec>
+struct Fetch {
+  const uint8_t* const* rows;  // null: nothing to fetch
+  bool adjacent;
+  int64_t n_units;
+  int64_t unit = 0;
+  int row = 0;
+
+  PKV_INLINE void next() {
+    if (rows == nullptr || row >= kTile) return;
+    fetch_unit<Codec, 4>(rows + row, adjacent, unit);
+    if (++unit == n_units) {
+      unit = 0;
+      row += 4;
+    }
+  }
+};
+
+// Vectors [kFirst, kFirst + kVecsTogether) of a unit's channels, of rows that hold the unit at `offset`.
+template <class Codec, int R, int kFirst>
+PKV_INLINE void add_part(const uint8_t* const* rows, int64_t offset, Fetch<Codec>& fetch, const WeightCodes& w,
+                         const int32_t* less, const float* alpha, int begin, int end, float* acc,
+                         int64_t acc_stride) {
+  constexpr int kVecs = kVecsTogether<Codec, R>;
+  Ints sums[Codec::kPlanes * R * kVecs];
+#pragma GCC unroll 16
+  for (Ints& sum : sums) sum = no_ints();
+  for (int t = begin; t < end; t += 4) {
+    Codes x[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      x[i] = Codec::load(rows[t + i] + offset);
+      hold(x[i]);
+    }
+    if (kVecs == 4) {
+      zip(x);
+    } else {
+      kFirst == 0 ? zip_low(x) : zip_high(x);
+    }
+    if (kFirst == 0) fetch.next();
+    add_weighted<Codec::kPlanes, R, kVecs>(x, w.codes + t, sums);
+  }
+  close_sums<Codec::kPlanes, R, kVecs>(sums, less, w.scale, alpha, acc + kFirst * kLanes, acc_stride);
+}
+template <class Codec, int R>
+PKV_INLINE void add_unit(const uint8_t* const* rows, int64_t offset, Fetch<Codec>& fetch, const WeightCodes& w,
+                         const int32_t* less, const float* alpha, int begin, int end, float* acc,
+                         int64_t acc_stride) {
+  add_part<Codec, R, 0>(rows, offset, fetch, w, less, alpha, begin, end, acc, acc_stride);
+  if constexpr (kVecsTogether<Codec, R> == 2)
+    add_part<Codec, R, 2>(rows, offset, fetch, w, less, alpha, begin, end, acc, acc_stride);
 }
 
 // acc[r] = acc[r] * alpha[r] + sum over tokens [begin, end) of w[r][t] * v[t], in zipped order.
 template <class Codec, int R>
 void add_codes(const TileRows& v, const WeightCodes& w, const float* alpha, int begin, int end, float* acc,
                int64_t acc_stride) {
-  const int64_t n_full = v.row_bytes / Codec::kUnitBytes;
-  const int n_tail = int(v.row_bytes - n_full * Codec::kUnitBytes);
-  const int64_t n_units = n_full + (n_tail != 0);
+  const int64_t n_full = v.row_bytes / Codec::kUnitBytes, n_units = acc_stride / kUnit;
   begin = begin / 4 * 4;
-  int ahead_row = begin;
-  int64_t ahead_unit = 0;
   int32_t less[R];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) less[r] = Codec::kBias == 0 ? 0 : Codec::kBias * sum_u8(w.codes + r * kTile, kTile);
-  for (int64_t u = 0; u < n_units; ++u) {
-    Ints sums[R * 4];
-#pragma GCC unroll 16
-    for (Ints& sum : sums) sum = no_ints();
-    const int64_t offset = u * Codec::kUnitBytes;
-    for (int t = begin; t < end; t += 4) {
-      Codes x[4];
-      if (u < n_full) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-          x[i] = Codec::load(v.rows[t + i] + offset);
-          hold(x[i]);
-        }
-      } else {
-        for (int i = 0; i < 4; ++i) x[i] = load_codes_tail<Codec>(v.rows[t + i] + offset, n_tail);
-      }
-      zip_bytes(x);
-      if (v.ahead != nullptr) {
-        if (v.adjacent) {  // in the order of addresses, though units are read in another
-          fetch_unit<Codec, 4>(v.ahead + ahead_row, true, ahead_unit);
-          if (++ahead_unit == n_units) {
-            ahead_unit = 0;
-            ahead_row = ahead_row < kTile - 4 ? ahead_row + 4 : 0;
-          }
-        } else {
-          fetch_unit<Codec, 4>(v.ahead + t, false, u);
-        }
-      }
-      add_weighted<R>(x, w.codes + t, sums);
-    }
-    close_unit<R>(sums, less, w.scale, alpha, acc + u * kUnit, acc_stride);
+  sum_weights<Codec, R>(w, less);
+  Fetch<Codec> fetch{v.ahead, v.adjacent, n_units};
+  for (int64_t u = 0; u < n_full; ++u, acc += kUnit) {
+    add_unit<Codec, R>(v.rows, u * Codec::kUnitBytes, fetch, w, less, alpha, begin, end, acc, acc_stride);
   }
+  if (n_full == n_units) return;
+  alignas(64) uint8_t tails[kTile * Codec::kUnitBytes];
+  copy_tails<Codec>(v, begin, int(round_up(end, 4)), tails);
+  const uint8_t* rows[kTile];
+  for (int t = 0; t < kTile; ++t) rows[t] = tails + t * Codec::kUnitBytes;
+  add_unit<Codec, R>(rows, 0, fetch, w, less, alpha, begin, end, acc, acc_stride);
 }
 
-// --- panels: a tile's codes laid out once for the many rows of a prompt
-// -------------------------------------------
-
-// Unit u of a row, or what is left of it.
-template <class Codec>
-PKV_INLINE Codes load_unit(const uint8_t* row, int64_t row_bytes, int64_t u) {
-  const int64_t left = row_bytes - u * Codec::kUnitBytes;
-  if (left >= Codec::kUnitBytes) return Codec::load(row + u * Codec::kUnitBytes);
-  return load_codes_tail<Codec>(row + u * Codec::kUnitBytes, int(left));
-}
+// --- panels: a tile's codes laid out once for the many rows of a prompt ------------------------------------------
 
 constexpr int kPanelVecs = kTile / kLanes;  // registers of one dword of all tokens
 
 // Keys with tokens side by side: [dwords of a row][kTile] dwords.
 template <class Codec>
 void lay_out_keys(const TileRows& k, uint8_t* panel) {
+  alignas(64) uint8_t tails[kTile * Codec::kUnitBytes];
+  copy_tails<Codec>(k, 0, kTile, tails);
+  const int64_t n_full = k.row_bytes / Codec::kUnitBytes;
   for (int t = 0; t < kTile; t += kLanes) {
     for (int64_t u = 0; u * Codec::kUnitBytes < k.row_bytes; ++u) {
       Codes x[kLanes];
-      for (int i = 0; i < kLanes; ++i) x[i] = Codec::prepared(load_unit<Codec>(k.rows[t + i], k.row_bytes, u));
+      for (int i = 0; i < kLanes; ++i) {
+        x[i] = Codec::prepared(
+            Codec::load(u < n_full ? k.rows[t + i] + u * Codec::kUnitBytes : tails + (t + i) * Codec::kUnitBytes));
+      }
       for (int g = 0; g < kQuarters; ++g) transpose_dwords(x + 4 * g);
       for (int c = 0; c < 4; ++c) {
         Codes quarters[kQuarters];
@@ -282,45 +368,64 @@ void lay_out_keys(const TileRows& k, uint8_t* panel) {
 // Values as add_codes() wants them in registers: [units][kTile / 4][4][kUnit].
 template <class Codec>
 void lay_out_values(const TileRows& v, uint8_t* panel) {
+  alignas(64) uint8_t tails[kTile * Codec::kUnitBytes];
+  copy_tails<Codec>(v, 0, kTile, tails);
+  const int64_t n_full = v.row_bytes / Codec::kUnitBytes;
   for (int64_t u = 0; u * Codec::kUnitBytes < v.row_bytes; ++u) {
     for (int t = 0; t < kTile; t += 4) {
       Codes x[4];
-      for (int i = 0; i < 4; ++i) x[i] = load_unit<Codec>(v.rows[t + i], v.row_bytes, u);
-      zip_bytes(x);
-      for (int c = 0; c < 4; ++c) store_codes(panel + ((u * kTile + t) + c) * kUnit, x[c]);
+      for (int i = 0; i < 4; ++i) {
+        x[i] =
+            Codec::load(u < n_full ? v.rows[t + i] + u * Codec::kUnitBytes : tails + (t + i) * Codec::kUnitBytes);
+      }
+      zip(x);
+      for (int c = 0; c < 4; ++c) store_codes(panel + (u * kTile + t + c) * kUnit, x[c]);
     }
   }
 }
 
-// As dot_codes().
+// As dot_codes(), R rows in one plane or R / 2 in two at once.
 template <class Codec, int R>
 void dot_key_panel(const uint8_t* panel, const QueryCodes& q, int begin, int end, float* s) {
+  constexpr int kPlanes = Codec::kPlanes;
   constexpr int kVecs = kPanelVecs < 4 ? kPanelVecs : 4;
+  constexpr int kRows = kPlanes == 2 && R > 2 ? 2 : R;
   for (int t = begin / (kVecs * kLanes) * (kVecs * kLanes); t < end; t += kVecs * kLanes) {
-    Ints sums[R * kVecs];
+#pragma GCC unroll 2
+    for (int first = 0; first < R; first += kRows) {
+      Ints sums[kPlanes * kRows * kVecs];
 #pragma GCC unroll 16
-    for (Ints& sum : sums) sum = no_ints();
-    for (int64_t i = 0; i < q.row_bytes; i += 4) {
-      Codes x[kVecs];
+      for (Ints& sum : sums) sum = no_ints();
+      const uint8_t* codes = q.codes + first * kPlanes * q.plane_bytes;
+      for (int64_t i = 0; i < q.plane_bytes; i += 4) {
+        Codes x[kVecs];
 #pragma GCC unroll 4
-      for (int j = 0; j < kVecs; ++j) {
-        x[j] = load_codes(panel + i * kTile + (t + j * kLanes) * 4);
-        hold(x[j]);
+        for (int j = 0; j < kVecs; ++j) {
+          x[j] = load_codes(panel + i * kTile + (t + j * kLanes) * 4);
+          hold(x[j]);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          if (first + r >= R) continue;
+#pragma GCC unroll 2
+          for (int plane = 0; plane < kPlanes; ++plane) {
+            Codes dword = repeat4(codes + (r * kPlanes + plane) * q.plane_bytes + i);
+            hold(dword);
+            Ints* to = sums + (plane * kRows + r) * kVecs;
+#pragma GCC unroll 4
+            for (int j = 0; j < kVecs; ++j) to[j] = Codec::dot_prepared(to[j], x[j], dword);
+          }
+        }
       }
+      join_planes<kPlanes, kRows * kVecs>(sums, sums);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        Codes dword = repeat4(q.codes + r * q.row_bytes + i);
-        hold(dword);
+      for (int r = 0; r < kRows; ++r) {
+        if (first + r >= R) continue;
 #pragma GCC unroll 4
-        for (int j = 0; j < kVecs; ++j) sums[r * kVecs + j] = Codec::dot_prepared(sums[r * kVecs + j], x[j], dword);
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kVecs; ++j) {
-        const Vec sum = to_floats(sums[r * kVecs + j], Codec::kQueryBias * q.sum[r]);
-        store(s + r * kTile + t + j * kLanes, mul(sum, set1(q.scale[r])));
+        for (int j = 0; j < kVecs; ++j) {
+          const Vec sum = to_floats(sums[r * kVecs + j], Codec::kQueryBias * q.sum[first + r]);
+          store(s + (first + r) * kTile + t + j * kLanes, mul(sum, set1(q.scale[first + r])));
+        }
       }
     }
   }
@@ -332,22 +437,23 @@ void add_value_panel(const uint8_t* panel, int64_t n_units, const WeightCodes& w
                      int end, float* acc, int64_t acc_stride) {
   begin = begin / 4 * 4;
   int32_t less[R];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) less[r] = Codec::kBias == 0 ? 0 : Codec::kBias * sum_u8(w.codes + r * kTile, kTile);
-  for (int64_t u = 0; u < n_units; ++u) {
-    Ints sums[R * 4];
+  sum_weights<Codec, R>(w, less);
+  constexpr int kVecs = kVecsTogether<Codec, R>;
+  for (int64_t first = 0; first < 4 * n_units; first += kVecs) {
+    const uint8_t* unit = panel + (first / 4 * kTile + first % 4) * kUnit;
+    Ints sums[Codec::kPlanes * R * kVecs];
 #pragma GCC unroll 16
     for (Ints& sum : sums) sum = no_ints();
     for (int t = begin; t < end; t += 4) {
-      Codes x[4];
+      Codes x[kVecs];
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) {
-        x[c] = load_codes(panel + (u * kTile + t + c) * kUnit);
+      for (int c = 0; c < kVecs; ++c) {
+        x[c] = load_codes(unit + (t + c) * kUnit);
         hold(x[c]);
       }
-      add_weighted<R>(x, w.codes + t, sums);
+      add_weighted<Codec::kPlanes, R, kVecs>(x, w.codes + t, sums);
     }
-    close_unit<R>(sums, less, w.scale, alpha, acc + u * kUnit, acc_stride);
+    close_sums<Codec::kPlanes, R, kVecs>(sums, less, w.scale, alpha, acc + first * kLanes, acc_stride);
   }
 }
 
@@ -368,6 +474,7 @@ struct CodeProducts {
   DotPanel dot_panel[kBlockRows];
   AddPanel add_panel[kBlockRows];
   float max_weight;
+  int planes;
 };
 template <class Codec>
 constexpr CodeProducts kCodeProducts = {
@@ -378,6 +485,7 @@ constexpr CodeProducts kCodeProducts = {
     {dot_key_panel<Codec, 1>, dot_key_panel<Codec, 2>, dot_key_panel<Codec, 3>, dot_key_panel<Codec, 4>},
     {add_value_panel<Codec, 1>, add_value_panel<Codec, 2>, add_value_panel<Codec, 3>, add_value_panel<Codec, 4>},
     Codec::kWeights,
+    Codec::kPlanes,
 };
 // Requires: has_scales(format).
 const CodeProducts& code_products_of(Format format) {

@@ -181,14 +181,17 @@ PKV_INLINE void transpose_dwords(Codes* x) {
   x[2] = _mm256_unpacklo_epi64(ab1, cd1);
   x[3] = _mm256_unpackhi_epi64(ab1, cd1);
 }
-PKV_INLINE void zip_bytes(Codes* x) {
-  const __m256i ab0 = _mm256_unpacklo_epi8(x[0], x[1]), ab1 = _mm256_unpackhi_epi8(x[0], x[1]);
-  const __m256i cd0 = _mm256_unpacklo_epi8(x[2], x[3]), cd1 = _mm256_unpackhi_epi8(x[2], x[3]);
-  x[0] = _mm256_unpacklo_epi16(ab0, cd0);
-  x[1] = _mm256_unpackhi_epi16(ab0, cd0);
-  x[2] = _mm256_unpacklo_epi16(ab1, cd1);
-  x[3] = _mm256_unpackhi_epi16(ab1, cd1);
+PKV_INLINE void zip_low(Codes* x) {
+  const __m256i ab = _mm256_unpacklo_epi8(x[0], x[1]), cd = _mm256_unpacklo_epi8(x[2], x[3]);
+  x[0] = _mm256_unpacklo_epi16(ab, cd);
+  x[1] = _mm256_unpackhi_epi16(ab, cd);
 }
+PKV_INLINE void zip_high(Codes* x) {
+  const __m256i ab = _mm256_unpackhi_epi8(x[0], x[1]), cd = _mm256_unpackhi_epi8(x[2], x[3]);
+  x[0] = _mm256_unpacklo_epi16(ab, cd);
+  x[1] = _mm256_unpackhi_epi16(ab, cd);
+}
+PKV_INLINE Ints add_shifted7(Ints a, Ints b) { return _mm256_add_epi32(_mm256_slli_epi32(a, 7), b); }
 template <int c>
 PKV_INLINE Codes spread_dword(Codes x) {
   return _mm256_shuffle_epi32(x, c * 0x55);
@@ -209,10 +212,15 @@ PKV_INLINE void transpose_quarters(Codes* x) {
 PKV_INLINE Vec to_floats(Ints x, int32_t less) {
   return _mm256_cvtepi32_ps(_mm256_sub_epi32(x, _mm256_set1_epi32(less)));
 }
-PKV_INLINE void store_u8(uint8_t* p, Vec v) {
-  const __m256i codes = _mm256_cvtps_epi32(v);
-  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+PKV_INLINE void store_bytes(uint8_t* p, __m256i x) {
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+PKV_INLINE void store_u8(uint8_t* p, Vec v) { store_bytes(p, _mm256_cvtps_epi32(v)); }
+PKV_INLINE void store_u15(uint8_t* high, uint8_t* low, Vec v) {
+  const __m256i x = _mm256_cvtps_epi32(v);
+  store_bytes(high, _mm256_srli_epi32(x, 7));
+  store_bytes(low, _mm256_and_si256(x, _mm256_set1_epi32(127)));
 }
 PKV_INLINE int32_t sum_u8(const uint8_t* p, int n) {
   __m256i sum = _mm256_setzero_si256();

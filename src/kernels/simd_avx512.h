@@ -209,14 +209,17 @@ PKV_INLINE void transpose_dwords(Codes* x) {
   x[2] = _mm512_unpacklo_epi64(ab1, cd1);
   x[3] = _mm512_unpackhi_epi64(ab1, cd1);
 }
-PKV_INLINE void zip_bytes(Codes* x) {
-  const __m512i ab0 = _mm512_unpacklo_epi8(x[0], x[1]), ab1 = _mm512_unpackhi_epi8(x[0], x[1]);
-  const __m512i cd0 = _mm512_unpacklo_epi8(x[2], x[3]), cd1 = _mm512_unpackhi_epi8(x[2], x[3]);
-  x[0] = _mm512_unpacklo_epi16(ab0, cd0);
-  x[1] = _mm512_unpackhi_epi16(ab0, cd0);
-  x[2] = _mm512_unpacklo_epi16(ab1, cd1);
-  x[3] = _mm512_unpackhi_epi16(ab1, cd1);
+PKV_INLINE void zip_low(Codes* x) {
+  const __m512i ab = _mm512_unpacklo_epi8(x[0], x[1]), cd = _mm512_unpacklo_epi8(x[2], x[3]);
+  x[0] = _mm512_unpacklo_epi16(ab, cd);
+  x[1] = _mm512_unpackhi_epi16(ab, cd);
 }
+PKV_INLINE void zip_high(Codes* x) {
+  const __m512i ab = _mm512_unpackhi_epi8(x[0], x[1]), cd = _mm512_unpackhi_epi8(x[2], x[3]);
+  x[0] = _mm512_unpacklo_epi16(ab, cd);
+  x[1] = _mm512_unpackhi_epi16(ab, cd);
+}
+PKV_INLINE Ints add_shifted7(Ints a, Ints b) { return _mm512_add_epi32(_mm512_slli_epi32(a, 7), b); }
 // Dword c of each quarter, four times.
 template <int c>
 PKV_INLINE Codes spread_dword(Codes x) {
@@ -241,6 +244,12 @@ PKV_INLINE Vec to_floats(Ints x, int32_t less) {
 }
 PKV_INLINE void store_u8(uint8_t* p, Vec v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+PKV_INLINE void store_u15(uint8_t* high, uint8_t* low, Vec v) {
+  const __m512i x = _mm512_cvtps_epi32(v);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, 7)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(low),
+                   _mm512_cvtepi32_epi8(_mm512_and_si512(x, _mm512_set1_epi32(127))));
 }
 PKV_INLINE int32_t sum_u8(const uint8_t* p, int n) {  // n: a multiple of 64
   __m512i sum = _mm512_setzero_si512();

@@ -166,16 +166,14 @@ PKV_INLINE void transpose_dwords(Codes* x) {
   x[2] = vreinterpretq_u8_u64(vzip1q_u64(ab1, cd1));
   x[3] = vreinterpretq_u8_u64(vzip2q_u64(ab1, cd1));
 }
-PKV_INLINE void zip_bytes(Codes* x) {
-  const uint16x8_t ab0 = vreinterpretq_u16_u8(vzip1q_u8(x[0], x[1])),
-                   ab1 = vreinterpretq_u16_u8(vzip2q_u8(x[0], x[1]));
-  const uint16x8_t cd0 = vreinterpretq_u16_u8(vzip1q_u8(x[2], x[3])),
-                   cd1 = vreinterpretq_u16_u8(vzip2q_u8(x[2], x[3]));
-  x[0] = vreinterpretq_u8_u16(vzip1q_u16(ab0, cd0));
-  x[1] = vreinterpretq_u8_u16(vzip2q_u16(ab0, cd0));
-  x[2] = vreinterpretq_u8_u16(vzip1q_u16(ab1, cd1));
-  x[3] = vreinterpretq_u8_u16(vzip2q_u16(ab1, cd1));
+PKV_INLINE void zip_words(uint8x16_t ab, uint8x16_t cd, Codes* x) {
+  const uint16x8_t low = vreinterpretq_u16_u8(ab), high = vreinterpretq_u16_u8(cd);
+  x[0] = vreinterpretq_u8_u16(vzip1q_u16(low, high));
+  x[1] = vreinterpretq_u8_u16(vzip2q_u16(low, high));
 }
+PKV_INLINE void zip_low(Codes* x) { zip_words(vzip1q_u8(x[0], x[1]), vzip1q_u8(x[2], x[3]), x); }
+PKV_INLINE void zip_high(Codes* x) { zip_words(vzip2q_u8(x[0], x[1]), vzip2q_u8(x[2], x[3]), x); }
+PKV_INLINE Ints add_shifted7(Ints a, Ints b) { return vaddq_s32(vshlq_n_s32(a, 7), b); }
 template <int c>
 PKV_INLINE Codes spread_dword(Codes x) {
   return vreinterpretq_u8_u32(vdupq_laneq_u32(vreinterpretq_u32_u8(x), c));
@@ -184,10 +182,16 @@ PKV_INLINE int32_t sum_ints(Ints x) { return vaddvq_s32(x); }
 PKV_INLINE Ints fold_quarters_of(const Ints* a) { return a[0]; }
 PKV_INLINE void transpose_quarters(Codes*) {}
 PKV_INLINE Vec to_floats(Ints x, int32_t less) { return vcvtq_f32_s32(vsubq_s32(x, vdupq_n_s32(less))); }
-PKV_INLINE void store_u8(uint8_t* p, Vec v) {
-  const uint16x4_t words = vmovn_u32(vcvtnq_u32_f32(v));
+PKV_INLINE void store_bytes(uint8_t* p, uint32x4_t x) {
+  const uint16x4_t words = vmovn_u32(x);
   const uint8x8_t codes = vmovn_u16(vcombine_u16(words, words));
   __builtin_memcpy(p, &codes, kLanes);
+}
+PKV_INLINE void store_u8(uint8_t* p, Vec v) { store_bytes(p, vcvtnq_u32_f32(v)); }
+PKV_INLINE void store_u15(uint8_t* high, uint8_t* low, Vec v) {
+  const uint32x4_t x = vcvtnq_u32_f32(v);
+  store_bytes(high, vshrq_n_u32(x, 7));
+  store_bytes(low, vandq_u32(x, vdupq_n_u32(127)));
 }
 PKV_INLINE int32_t sum_u8(const uint8_t* p, int n) {
   uint32x4_t sum = vdupq_n_u32(0);

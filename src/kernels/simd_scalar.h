@@ -191,13 +191,17 @@ PKV_INLINE void transpose_dwords(Codes* x) {
   for (int i = 0; i < 64; ++i) out[i / 4 % 4 * 16 + i / 16 * 4 + i % 4] = in[i];
   __builtin_memcpy(x, out, sizeof out);
 }
-// In each quarter: byte 4c + j of x[i] goes to byte 4j + i of x[c].
-PKV_INLINE void zip_bytes(Codes* x) {
-  uint8_t in[64], out[64];
+// In each quarter: byte 4c + j of x[i] goes to byte 4j + i of x[c]; for c = 0, 1.
+PKV_INLINE void zip_bytes(Codes* x, int first) {
+  uint8_t in[64], out[32];
   __builtin_memcpy(in, x, sizeof in);
-  for (int i = 0; i < 64; ++i) out[i / 4 % 4 * 16 + i % 4 * 4 + i / 16] = in[i];
+  for (int i = 0; i < 32; ++i) out[i] = in[i % 4 * 16 + first + i / 4];
   __builtin_memcpy(x, out, sizeof out);
 }
+PKV_INLINE void zip_low(Codes* x) { zip_bytes(x, 0); }
+// The same for c = 2, 3, which go to x[0] and x[1].
+PKV_INLINE void zip_high(Codes* x) { zip_bytes(x, 8); }
+PKV_INLINE Ints add_shifted7(Ints a, Ints b) { return Ints(BitVec(a) << 7) + b; }  // 128 a + b, wrapping
 // Dword c of each quarter, four times.
 template <int c>
 PKV_INLINE Codes spread_dword(Codes x) {
@@ -213,6 +217,14 @@ PKV_INLINE void transpose_quarters(Codes*) {}
 PKV_INLINE Vec to_floats(Ints x, int32_t less) { return __builtin_convertvector(x - less, Vec); }
 PKV_INLINE void store_u8(uint8_t* p, Vec v) {  // 0 to 255, to nearest even
   for (int i = 0; i < kLanes; ++i) p[i] = uint8_t(__builtin_lrintf(v[i]));
+}
+// The same for 15 bits: 128 * high + low.
+PKV_INLINE void store_u15(uint8_t* high, uint8_t* low, Vec v) {
+  for (int i = 0; i < kLanes; ++i) {
+    const long x = __builtin_lrintf(v[i]);
+    high[i] = uint8_t(x >> 7);
+    low[i] = uint8_t(x & 127);
+  }
 }
 PKV_INLINE int32_t sum_u8(const uint8_t* p, int n) {  // n: a multiple of 4 * kLanes
   int32_t sum = 0;

@@ -4,8 +4,8 @@ import unittest
 
 from process import ROOT, CliTest, pagedkv
 
-COMMANDS = (["run"], ["perplexity"], ["inspect"], ["info"], ["completion", "bash"], ["bench", "cache"],
-            ["bench", "kernels"], ["bench", "model"])
+COMMANDS = (["run"], ["perplexity"], ["inspect"], ["info"], ["completion", "bash"], ["bench", "limits"],
+            ["bench", "cache"], ["bench", "kernels"], ["bench", "model"])
 
 
 def options_of(command):

@@ -581,7 +581,7 @@ class World {
     // 255.
     std::vector<double> half_step(logits.size());
     if (spec_.v_codes) {
-      const double steps = spec_.format_v == Format::kQ8 ? 127 : 255;
+      const double steps = spec_.format_v == Format::kQ8 ? 127 * 128 : 255;
       std::map<int64_t, double> largest;
       for (int64_t t = first; t <= position; ++t)
         largest[t / 64] = std::max(largest[t / 64],
@@ -605,7 +605,7 @@ class World {
     check(lse, want_lse, 1e-5 * std::max(1.0, std::fabs(want_lse)) + 0x1p-22 * terms, where + " lse");
   }
 
-  // q times the scale; by codes rounded to 127 steps of its largest value.
+  // q times the scale; by codes rounded to 127 steps of its largest value (q8: 127 * 128).
   std::vector<double> scaled_query(const float* q) const {
     std::vector<double> scaled;
     float top = 0;
@@ -615,7 +615,8 @@ class World {
       if (!spec_.k_codes) {
         scaled.push_back(double(q[c]) * scale());
       } else {
-        scaled.push_back(top == 0 ? 0.0 : double(std::nearbyint(x * (127.0f / top))) * double(top / 127.0f));
+        const float steps = spec_.format_k == Format::kQ8 ? 127.0f * 128.0f : 127.0f;
+        scaled.push_back(top == 0 ? 0.0 : double(std::nearbyint(x * (steps / top))) * double(top / steps));
       }
     }
     return scaled;
