@@ -1,8 +1,8 @@
 # A thin front. CMake builds; the scripts in tools/ install, fetch and check.
-.PHONY: help demo test build bench lint format clean
+.PHONY: help demo test build bench bench-full lint format clean
 
 help:           ## this list
-	@sed -n 's/^\([a-z]*\): *## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\): *## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 pagedkv := build/release/bin/pagedkv
 
@@ -19,13 +19,13 @@ test:           ## set up, build and run all tests
 build:          ## set up and build
 	@tools/build release
 
-bench:          ## measure; records land in build/bench/*.json
+bench:          ## measure, 10 minutes at most; records, report and plots land in build/bench
 	@tools/build release
-	@mkdir -p build/bench
-	$(pagedkv) bench cache --json > build/bench/cache.json
-	$(pagedkv) bench kernels --peer ggml --json > build/bench/kernels.json
-	model=$$(tools/model smollm2) && \
-	  $(pagedkv) bench model -m "$$model" --peer llama --json > build/bench/model.json
+	@tools/bench
+
+bench-full:     ## the same with all cases and models, 40 minutes at most
+	@tools/build release
+	@tools/bench --full
 
 lint:           ## layers, format, clang-tidy
 	@tools/build release

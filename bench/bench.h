@@ -20,9 +20,10 @@ struct BenchOptions {
   std::string peer;                // "" (none), "ggml" or "llama": measured in turn, in the same process
   int threads = 0;                 // 0: engine::default_threads()
   std::string model;               // path of a GGUF file; model cases only
+  bool full = false;               // kernel cases: 1 x 32k, 8 x 4k and 64 x 512 of every shape
   QueryPath query_path = QueryPath::kAuto;
-  bool reproducible = false;       // model cases: EngineOptions::reproducible
-  bool json = false;               // the caller prints the records; the table is then for stderr
+  bool reproducible = false;  // model cases: EngineOptions::reproducible
+  bool json = false;          // the caller prints the records; the table is then for stderr
 };
 
 // One case in one format. What a case does not have stays empty and is null in JSON.
@@ -39,13 +40,34 @@ struct Record {
   double seconds = 0;       // median of one run
   double p10 = 0, p90 = 0;  // of the same runs, seconds
   int64_t runs = 0;
-  std::optional<double> gbps;      // bytes of K and V read, 1e9 a second
-  std::optional<double> share;     // of the read bandwidth that as many threads reach here over 2 MiB pages
-  std::optional<double> roofline;  // max(bytes / bandwidth, multiply-adds / f32 FMA peak) over the time
-  std::string peer;                // "" when none ran
+  std::optional<double> gbps;  // bytes of K and V read, 1e9 a second
+  // Medians of ratios, each with the read bandwidth (as many threads, 2 MiB pages) around the very sample:
+  std::optional<double> share;     // bytes a second over that bandwidth
+  std::optional<double> roofline;  // max(bytes / bandwidth, multiply-adds / peak of the format) over the time
+  // Samples are slow when the bandwidth around them was: see docs/benchmarks.md.
+  std::optional<int64_t> slow_samples;  // of both sides, thrown away
+  std::optional<int64_t> slow_kept;     // among `runs`, because too few others came
+  std::optional<double> arena_huge;     // share of the cache's memory on 2 MiB pages
+  std::string peer;                     // "" when none ran
   std::optional<double> peer_seconds;
   std::optional<double> ratio;  // peer_seconds / seconds: above 1 we are faster
 };
+
+// One limit of this machine. One multiply-add counts as two operations.
+struct LimitRecord {
+  std::string limit;  // "read", "f32_fma", "int8_dot", "bf16_dot"
+  std::string pages;  // "4KiB", "2MiB"; "" where memory takes no part
+  int threads = 0;
+  std::string path;            // the instruction that reached it
+  std::optional<double> gbps;  // 1e9 bytes a second, the best sample
+  std::optional<double> median_gbps;
+  std::optional<double> gops;  // 1e9 operations a second, the best sample; none: see note
+  std::optional<double> huge;  // share of what was read that was on 2 MiB pages
+  std::string note;            // why a limit is missing or is not what it should be
+};
+
+// Errors: kUnavailable (no memory to read).
+Result<std::vector<LimitRecord>> bench_limits(const BenchOptions& options, std::ostream& table);
 
 // Each checks its result once before timing and writes a table to `table` as it goes.
 // Errors: kInvalidArgument (a case or peer that does not exist, with those that do), those of loading a model.

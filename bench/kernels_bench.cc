@@ -7,7 +7,9 @@
 
 #include "bench/bench.h"
 #include "bench/measure.h"
+#include "bench/peaks.h"
 #include "bench/peer.h"
+#include "bench/samples.h"
 #include "bench/table.h"
 #include "engine/engine.h"
 #include "pagedkv/cache.h"
@@ -15,8 +17,9 @@
 namespace pagedkv::bench {
 namespace {
 
-constexpr int kRuns = 21;
 constexpr int64_t kPrefillRows = 512;
+constexpr int64_t kDecodeRuns = 11, kPrefillRuns = 7;  // samples that are wanted
+constexpr int64_t kPrefillPeerRuns = 3;                // ggml takes seconds for one
 
 // decode_{q heads}_{kv heads}_{head_dim}_{sequences}x{tokens}, prefill_{q heads}_{kv heads}_{head_dim}_{depth}.
 struct Case {
@@ -25,8 +28,20 @@ struct Case {
   int64_t batch = 1, tokens = 0, rows = 1;
 };
 
-const char* const kDefaultCases[] = {"decode_32_8_128_1x32k", "decode_32_32_128_8x4k", "decode_9_3_64_1x8k",
-                                     "decode_4_1_256_1x8k", "prefill_9_3_64_8k"};
+const char* const kDefaultCases[] = {"decode_32_8_128_1x32k", "decode_9_3_64_1x8k",    "decode_4_1_256_1x32k",
+                                     "decode_32_32_128_8x4k", "decode_28_4_128_1x32k", "prefill_32_8_128_8k"};
+const char* const kShapes[] = {"decode_32_8_128_", "decode_9_3_64_", "decode_4_1_256_", "decode_32_32_128_",
+                               "decode_28_4_128_"};
+const char* const kBatches[] = {"1x32k", "8x4k", "64x512"};
+
+std::vector<std::string> case_names(const BenchOptions& options) {
+  if (!options.cases.empty()) return options.cases;
+  std::vector<std::string> names(std::begin(kDefaultCases), std::end(kDefaultCases));
+  for (const std::string shape : kShapes)
+    for (const char* batch : kBatches)
+      if (options.full && std::ranges::find(names, shape + batch) == names.end()) names.push_back(shape + batch);
+  return names;
+}
 
 Result<Case> parse_case(const std::string& name) {
   const auto refused = [&] {
@@ -68,16 +83,18 @@ struct FreeAligned {
   void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t{64}); }
 };
 
-// A cache whose layers are copies of the same shape: a pass walks them in turn, so that no byte is still in a
-// cache.
+// A cache that holds many copies of a case's K and V: a pass walks them in turn, so that no byte is still in a
+// cache of the CPU. Up to 32 layers are copies, as in a model; after that, further sequences are.
 class Paged {
  public:
-  static Result<std::unique_ptr<Paged>> make(const Case& c, Format format, QueryPath path, int layers,
+  static Result<std::unique_ptr<Paged>> make(const Case& c, Format format, QueryPath path, int64_t at_least,
                                              int threads) {
     auto paged = std::make_unique<Paged>();
+    const auto layers = int(std::min<int64_t>(at_least, 32));
+    const int64_t sets = (at_least + layers - 1) / layers;
     GroupSpec group{.shape = {c.heads_kv, c.head_dim, c.head_dim, {format, format}}, .num_q_heads = c.heads_q};
     for (int l = 0; l < layers; ++l) group.layers.push_back(l);
-    const int64_t blocks = c.batch * ((c.tokens + 15) / 16);
+    const int64_t blocks = sets * c.batch * ((c.tokens + 15) / 16);
     auto made = Cache::create({.groups = {group},
                                .num_blocks = Blocks(blocks),
                                .dynamic = false,
@@ -87,13 +104,16 @@ class Paged {
     paged->cache = std::move(*made);
     paged->layers = layers;
     if (Status status = paged->scatter(blocks); !status.ok()) return status;
-    if (Status status = paged->fill(c); !status.ok()) return status;
-    std::vector<ReadRequest> reads;
-    for (const SequenceId id : paged->sequences) reads.push_back({id, Tokens(c.rows)});
-    auto plan = paged->cache->plan_read(reads);
-    if (!plan.ok()) return plan.status();
-    paged->plan = std::make_unique<StepPlan>(std::move(*plan));
-    paged->scratch_bytes_ = paged->cache->scratch_bytes(*paged->plan, threads).n;
+    if (Status status = paged->fill(c, sets); !status.ok()) return status;
+    for (int64_t set = 0; set < sets; ++set) {
+      std::vector<ReadRequest> reads;
+      for (int64_t s = 0; s < c.batch; ++s)
+        reads.push_back({paged->sequences[size_t(set * c.batch + s)], Tokens(c.rows)});
+      auto plan = paged->cache->plan_read(reads);
+      if (!plan.ok()) return plan.status();
+      paged->plans.push_back(std::move(*plan));
+    }
+    paged->scratch_bytes_ = paged->cache->scratch_bytes(paged->plans[0], threads).n;
     paged->scratch_.reset(new (std::align_val_t{64}) std::byte[size_t(paged->scratch_bytes_)]);
     std::mt19937 random(9);
     std::normal_distribution<float> normal;
@@ -103,10 +123,11 @@ class Paged {
     return paged;
   }
 
-  // One layer's attention by the team.
-  void attend(Team& team, int layer) {
-    const AttendArgs args{.plan = *plan,
-                          .layer = layer,
+  int64_t copies() const { return int64_t(plans.size()) * layers; }
+  // The attention over one copy by the team.
+  void attend(Team& team, int64_t copy) {
+    const AttendArgs args{.plan = plans[size_t(copy / layers)],
+                          .layer = int(copy % layers),
                           .q = q.data(),
                           .out = out.data(),
                           .scratch = {scratch_.get(), size_t(scratch_bytes_)}};
@@ -119,7 +140,7 @@ class Paged {
   double output_norm() const { return std::inner_product(out.begin(), out.end(), out.begin(), 0.0); }
 
   std::unique_ptr<Cache> cache;
-  std::unique_ptr<StepPlan> plan;
+  std::vector<StepPlan> plans;  // one a set of c.batch sequences
   std::vector<SequenceId> sequences;
   std::vector<float> q, out;
   int layers = 0;
@@ -150,12 +171,12 @@ class Paged {
     cache->recycle(std::move(*step));
     return Status();
   }
-  Status fill(const Case& c) {
+  Status fill(const Case& c, int64_t sets) {
     std::mt19937 random(3);
     std::normal_distribution<float> normal;
     std::vector<float> rows(size_t(512 * c.heads_kv * c.head_dim));
     for (float& x : rows) x = normal(random);
-    for (int64_t s = 0; s < c.batch; ++s) {
+    for (int64_t s = 0; s < sets * c.batch; ++s) {
       auto started = cache->start({});
       if (!started.ok()) return started.status();
       sequences.push_back(started->id);
@@ -170,16 +191,30 @@ class Paged {
   int64_t scratch_bytes_ = 0;
 };
 
-Result<Record> run_case(const Case& c, Format format, const BenchOptions& options, Team& team, double peak) {
+// What a case is held against.
+struct Limits {
+  ReadLimit read;
+  double f32_ops = 0, int8_ops = 0;  // operations a second, two a multiply-add
+};
+
+// The peak of the best path that this CPU has for products with stored values of the format. It is measured again
+// for every case, and the best kept: at the start other programs may have had the cores.
+double peak_of(Limits& limits, Format format, Team& team) {
+  const bool codes = format == Format::kQ8 || format == Format::kQ6 || format == Format::kQ4;
+  double& best = codes ? limits.int8_ops : limits.f32_ops;
+  return best = std::max(best, (codes ? int8_peak(team) : f32_peak(team)).ops);
+}
+
+Result<Record> run_case(const Case& c, Format format, const BenchOptions& options, Team& team, Limits& limits) {
   const LayerShape shape{c.heads_kv, c.head_dim, c.head_dim, {format, format}};
   const int64_t bytes = bytes_per_token(shape).n * c.tokens * c.batch;
-  const int layers = int(std::clamp<int64_t>((8 * last_level_cache() + bytes - 1) / bytes, 2, 64));
-  auto paged = Paged::make(c, format, options.query_path, layers, team.size());
+  const int64_t at_least = std::max<int64_t>((8 * last_level_cache() + bytes - 1) / bytes, 2);
+  auto paged = Paged::make(c, format, options.query_path, at_least, team.size());
   if (!paged.ok()) return paged.status();
   Paged& ours = **paged;
   const bool decode = c.rows == 1;
 
-  std::function<void()> peer;
+  std::function<void(int64_t)> peer;
   if (options.peer == "ggml") {
     peer = ggml_attention({.heads_q = c.heads_q,
                            .heads_kv = c.heads_kv,
@@ -187,32 +222,44 @@ Result<Record> run_case(const Case& c, Format format, const BenchOptions& option
                            .batch = c.batch,
                            .tokens = c.tokens,
                            .rows = c.rows,
-                           .copies = layers},
+                           .copies = ours.copies()},
                           format, team.size());
   }
   ours.attend(team, 0);  // warm-up, and one check that something was computed
   if (!(ours.output_norm() > 0)) return Status(Code::kInternal, "[bench] the attention of " + c.name + " is empty");
-  if (peer) peer();
-
-  HugeBuffer memory(std::min<int64_t>(int64_t{1} << 29, 16 * last_level_cache()));
-  std::vector<double> seconds, peer_seconds, bandwidth;
-  for (int run = 0; run < (decode ? kRuns : 7); ++run) {
-    const double before = read_bandwidth(team, memory);
-    double begin = now_seconds();
-    const int calls = decode ? layers : 1;
-    for (int l = 0; l < calls; ++l) ours.attend(team, (run + l) % layers);
-    seconds.push_back((now_seconds() - begin) / calls);
-    bandwidth.push_back(std::max(before, read_bandwidth(team, memory)));
-    if (!peer || run % 3 != 0) continue;
-    begin = now_seconds();
-    peer();
-    peer_seconds.push_back(now_seconds() - begin);
+  double peer_call = 0;
+  if (peer) {
+    const double begin = now_seconds();
+    peer(1);
+    peer_call = now_seconds() - begin;
   }
-  const Spread spread = spread_of(seconds);
-  const double speed = spread_of(bandwidth).median;
+
+  // Ours walks every copy in a sample, ggml as many as take 50 ms: it is slower, and its samples shall be as
+  // steady.
+  const int64_t calls = decode ? ours.copies() : 1;
+  const int64_t peer_calls = decode && peer ? std::clamp<int64_t>(int64_t(0.05 / peer_call), 1, calls) : 1;
+  int64_t next = 0;
+  Sampling sampling(limits.read);
+  const auto [mine, theirs] = sampling.take({.wanted = decode ? kDecodeRuns : kPrefillRuns,
+                                             .run =
+                                                 [&] {
+                                                   for (int64_t call = 0; call < calls; ++call)
+                                                     ours.attend(team, next++ % ours.copies());
+                                                 }},
+                                            {.wanted = decode ? kDecodeRuns : kPrefillPeerRuns,
+                                             .run = peer ? [&] { peer(peer_calls); } : std::function<void()>()});
   // K and V each take one multiply-add for every channel of every visible key, query row and query head.
   const double keys_seen = double(c.batch) * double(c.rows) * (double(c.tokens) - double(c.rows - 1) / 2);
-  const double multiply_adds = 2 * keys_seen * double(c.heads_q) * double(c.head_dim);
+  const double ops = 2 * 2 * keys_seen * double(c.heads_q) * double(c.head_dim);
+  const double compute_seconds = ops / peak_of(limits, format, team);
+  std::vector<double> seconds, share, roofline, peer_seconds;
+  for (const Sample& s : mine.samples) {
+    seconds.push_back(s.seconds / double(calls));
+    share.push_back(double(bytes) / seconds.back() / s.bandwidth);
+    roofline.push_back(std::max(double(bytes) / s.bandwidth, compute_seconds) / seconds.back());
+  }
+  for (const Sample& s : theirs.samples) peer_seconds.push_back(s.seconds / double(peer_calls));
+  const Spread spread = spread_of(seconds);
   Record r{.name = c.name,
            .format = format_name(format),
            .heads_q = c.heads_q,
@@ -225,10 +272,13 @@ Result<Record> run_case(const Case& c, Format format, const BenchOptions& option
            .seconds = spread.median,
            .p10 = spread.p10,
            .p90 = spread.p90,
-           .runs = int64_t(seconds.size())};
-  r.gbps = double(bytes) / spread.median / 1e9;
-  r.share = double(bytes) / spread.median / speed;
-  r.roofline = std::max(double(bytes) / speed, multiply_adds / peak) / spread.median;
+           .runs = int64_t(seconds.size()),
+           .gbps = double(bytes) / spread.median / 1e9,
+           .share = spread_of(share).median,
+           .roofline = spread_of(roofline).median,
+           .slow_samples = mine.thrown + theirs.thrown,
+           .slow_kept = mine.slow_kept + theirs.slow_kept};
+  if (const auto tensors = ours.cache->tensors(0); tensors.ok()) r.arena_huge = on_huge_pages(tensors->k.data);
   if (!peer_seconds.empty()) {
     r.peer = "ggml";
     r.peer_seconds = spread_of(peer_seconds).median;
@@ -243,10 +293,7 @@ Result<std::vector<Record>> bench_kernels(const BenchOptions& options, std::ostr
   if (!options.peer.empty() && options.peer != "ggml")
     return invalid_argument("[bench] peer \"" + options.peer + "\" is not one of the kernel cases' peers: ggml");
   std::vector<Case> cases;
-  const std::vector<std::string> names =
-      options.cases.empty() ? std::vector<std::string>(std::begin(kDefaultCases), std::end(kDefaultCases))
-                            : options.cases;
-  for (const std::string& name : names) {
+  for (const std::string& name : case_names(options)) {
     auto parsed = parse_case(name);
     if (!parsed.ok()) return parsed.status();
     cases.push_back(*parsed);
@@ -255,12 +302,18 @@ Result<std::vector<Record>> bench_kernels(const BenchOptions& options, std::ostr
                                           ? std::vector<Format>{Format::kF16, Format::kQ8, Format::kQ6, Format::kQ4}
                                           : options.formats;
   Team team(options.threads > 0 ? options.threads : engine::default_threads());
-  const double peak = fma_peak(team);
+  const Pages memory(read_buffer_bytes());
+  if (memory.size() == 0)
+    return Status(Code::kUnavailable,
+                  "[bench] the system gave no " + std::to_string(read_buffer_bytes()) + " bytes to read");
+  Limits limits{.read = ReadLimit(team, memory), .f32_ops = f32_peak(team).ops, .int8_ops = int8_peak(team).ops};
   std::vector<Record> records;
+  print_limits(table, limits.read.best(), limits.f32_ops, limits.int8_ops,
+               page_note("the memory that bandwidth is measured on", on_huge_pages(memory.data())));
   print_head(table);
   for (const Case& c : cases)
     for (const Format format : formats) {
-      auto made = run_case(c, format, options, team, peak);
+      auto made = run_case(c, format, options, team, limits);
       if (!made.ok()) return made.status();
       records.push_back(*made);
       print_row(table, records.back());

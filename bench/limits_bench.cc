@@ -38,8 +38,8 @@ Result<std::vector<LimitRecord>> bench_limits(const BenchOptions& options, std::
   const int threads = options.threads > 0 ? options.threads : engine::default_threads();
   const Pages small(read_buffer_bytes(), PageSize::k4KiB), large(read_buffer_bytes(), PageSize::k2MiB);
   if (small.size() == 0 || large.size() == 0)
-    return Status(Code::kUnavailable, "[bench] the system gave no " + std::to_string(read_buffer_bytes()) +
-                                          " bytes to read, twice");
+    return Status(Code::kUnavailable,
+                  "[bench] the system gave no " + std::to_string(read_buffer_bytes()) + " bytes to read, twice");
   const std::optional<double> small_huge = on_huge_pages(small.data()), large_huge = on_huge_pages(large.data());
   std::vector<LimitRecord> records;
   const auto add = [&](LimitRecord r) {
@@ -69,8 +69,7 @@ Result<std::vector<LimitRecord>> bench_limits(const BenchOptions& options, std::
     on_large.note = page_note("this memory", large_huge);
     add(on_large);
   }
-  for (const int n : {1, threads}) {
-    if (n == 1 && threads == 1) continue;
+  for (const int n : threads > 1 ? std::vector<int>{1, threads} : std::vector<int>{1}) {
     Team team(n);
     add(peak_record("f32_fma", f32_peak(team), n));
     add(peak_record("int8_dot", int8_peak(team), n));

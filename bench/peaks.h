@@ -13,7 +13,7 @@ struct Peak {
   std::string missing;  // why there is none
 };
 
-// Each takes about a quarter of a second. The best of five: what slows a core down is never the code's merit.
+// The best of many short samples, a quarter of a second in all: what slows a core down is never the code's doing.
 Peak f32_peak(Team& team);   // multiply-adds of f32
 Peak int8_peak(Team& team);  // dot products of 8-bit integers into 32 bits
 Peak bf16_peak(Team& team);  // dot products of bf16 into f32

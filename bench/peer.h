@@ -20,8 +20,9 @@ struct AttentionShape {
   int64_t rows;    // query rows per sequence, the last ones
   int64_t copies;  // of K and V, used in turn, so that none is in a cache
 };
-// Runs one call over the next copy; null when ggml has no such format (q6).
-std::function<void()> ggml_attention(const AttentionShape& shape, Format format, int threads);
+// Runs so many calls, each over the next copy, and puts its threads to sleep; null when ggml has no such format
+// (q6).
+std::function<void(int64_t calls)> ggml_attention(const AttentionShape& shape, Format format, int threads);
 
 // libllama on the same file, with its own cache in the format of the same width.
 class LlamaPeer {

@@ -12,6 +12,8 @@
 namespace pagedkv::bench {
 namespace {
 
+constexpr size_t kGraphNodes = 16;  // a graph holds one node and its inputs
+
 struct Attention {
   ggml_context* context = nullptr;
   std::vector<ggml_cgraph*> graphs;  // one a copy
@@ -58,13 +60,15 @@ void fill(ggml_tensor* tensor, uint32_t seed) {
 
 }  // namespace
 
-std::function<void()> ggml_attention(const AttentionShape& s, Format format, int threads) {
+std::function<void(int64_t)> ggml_attention(const AttentionShape& s, Format format, int threads) {
   const ggml_type type = type_of(format);
   if (type == GGML_TYPE_COUNT || s.head_dim % ggml_blck_size(type) != 0) return {};
   auto a = std::make_shared<Attention>();
   const size_t kv_bytes = ggml_row_size(type, s.head_dim) * size_t(s.tokens * s.heads_kv * s.batch);
-  const size_t bytes = (2 * kv_bytes + size_t(s.rows * s.heads_q * s.head_dim * s.batch) * 8) * size_t(s.copies) +
-                       size_t(s.tokens) * size_t(s.rows + 64) * 2 + (size_t{64} << 20);
+  const size_t overhead = 8 * ggml_tensor_overhead() + ggml_graph_overhead_custom(kGraphNodes, false) + 1024;
+  const size_t bytes =
+      (2 * kv_bytes + size_t(s.rows * s.heads_q * s.head_dim * s.batch) * 8 + overhead) * size_t(s.copies) +
+      size_t(s.tokens) * size_t(s.rows + 64) * 2 + (size_t{64} << 20);
   a->context = ggml_init({bytes, nullptr, false});
   ggml_tensor* mask = nullptr;
   if (s.rows > 1) {
@@ -83,20 +87,24 @@ std::function<void()> ggml_attention(const AttentionShape& s, Format format, int
     fill(v, uint32_t(copy) + 3);
     ggml_tensor* out = ggml_flash_attn_ext(a->context, q, k, v, mask, 1.0f / std::sqrt(float(s.head_dim)), 0, 0);
     ggml_prec_set_acc(out, GGML_PREC_F32);
-    a->graphs.push_back(ggml_new_graph(a->context));
+    a->graphs.push_back(ggml_new_graph_custom(a->context, kGraphNodes, false));
     ggml_build_forward_expand(a->graphs.back(), out);
   }
   ggml_threadpool_params params = ggml_threadpool_params_default(threads);
-  params.poll = 0;  // an idle pool must not take a core from the other side
   a->pool = ggml_threadpool_new(&params);
   for (ggml_cgraph* graph : a->graphs) {
     a->plans.push_back(ggml_graph_plan(graph, threads, a->pool));
     a->work.resize(std::max(a->work.size(), a->plans.back().work_size));
   }
   for (ggml_cplan& plan : a->plans) plan.work_data = a->work.data();
-  return [a] {
-    ggml_graph_compute(a->graphs[a->next], &a->plans[a->next]);
-    a->next = (a->next + 1) % a->graphs.size();
+  ggml_threadpool_pause(a->pool);
+  // Between calls the pool polls, as in ggml's own programs; after its turn it must not take a core from us.
+  return [a](int64_t calls) {
+    for (int64_t call = 0; call < calls; ++call) {
+      ggml_graph_compute(a->graphs[a->next], &a->plans[a->next]);
+      a->next = (a->next + 1) % a->graphs.size();
+    }
+    ggml_threadpool_pause(a->pool);
   };
 }
 

@@ -165,8 +165,8 @@ void add_reproducible(CLI::App& command, bool& reproducible) {
 
 void add_query_path(CLI::App& command, QueryPath& path) {
   add(command, "--query-path", "PATH",
-      "how quantized K and V are multiplied: f32 (exact), int8 (queries and weights rounded to 8 bits: faster) or "
-      "auto, the faster one for the format and shape. Default: auto",
+      "how quantized K and V are multiplied: f32 (exact), int8 (queries and weights rounded to 8 bits, 15 for q8: "
+      "faster) or auto, the faster one for the format and shape. Default: auto",
       [&path](const std::string& word) {
         const auto parsed = parse_query_path(word);
         if (parsed.ok()) path = *parsed;
@@ -351,13 +351,24 @@ void add_bench_options(CLI::App& command, BenchCommand& bench) {
   bench::BenchOptions& options = bench.options;
   set_help_style(command);
   const bool on_model = bench.kind == BenchCommand::Kind::kModel;
+  if (bench.kind == BenchCommand::Kind::kLimits) {
+    add_threads(command, options.threads);
+    add_json(command, options.json, "one JSON array of records on stdout; the table goes to stderr");
+    return;
+  }
   if (on_model) add_model(command, options.model)->required();
-  add(command, "--case", "NAME", "only this case; may be given several times. Default: all",
-      [&options](const std::string& word) {
-        options.cases.push_back(word);
-        return Status();
-      })
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  auto* only = add(command, "--case", "NAME", "only this case; may be given several times. Default: all",
+                   [&options](const std::string& word) {
+                     options.cases.push_back(word);
+                     return Status();
+                   })
+                   ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  if (bench.kind == BenchCommand::Kind::kKernels)
+    command
+        .add_flag(
+            "--full", options.full,
+            wrapped("also 1 x 32k, 8 x 4k and 64 x 512 tokens of every shape. Takes about three times as long"))
+        ->excludes(only);
   add(command, "--kv-quant,--format", "MODE", "only this format; may be given several times. Default: f16 q8 q6 q4",
       [&options](const std::string& word) {
         const auto format = parse_format(word);

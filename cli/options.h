@@ -65,7 +65,7 @@ struct InfoOptions {
 };
 
 struct BenchCommand {
-  enum class Kind { kCache, kKernels, kModel } kind = Kind::kCache;
+  enum class Kind { kLimits, kCache, kKernels, kModel } kind = Kind::kCache;
   bench::BenchOptions options;
 };
 

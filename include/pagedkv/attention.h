@@ -17,10 +17,9 @@ enum class ElementType : uint8_t { kF32, kF16, kBF16 };
 
 // How attention multiplies where K or V is quantized; other formats always take f32.
 //   f32   codes become floats: within 1e-5 of attention in double over the stored values
-//   int8  queries are rounded to int8, weights to 8 bits, the products are exact integers: faster, and the same
-//   bits in
-//         decode as in prefill. What the rounding costs: docs/numerics.md
-//   auto  what is faster for the format and shape
+//   int8  queries and weights are rounded to 8 bits (15 where the format is q8), the products are exact integers:
+//         faster where KV heads have several query heads. What the rounding costs: docs/numerics.md section 2a
+//   auto  what is faster for the format, the shape and this machine's kernels
 enum class QueryPath : uint8_t { kAuto, kF32, kInt8 };
 const char* query_path_name(QueryPath path);  // "auto", "f32", "int8"
 // Errors: kInvalidArgument with the three names.

@@ -235,7 +235,7 @@ Result<std::unique_ptr<Cache>> Cache::create(CacheOptions options) {
     fingerprint += str("; ", kv_quant_name(spec.shape.formats), " ", spec.shape.num_kv_heads, "x",
                        spec.shape.head_dim_k, ":", spec.shape.head_dim_v, " window ", spec.sliding_window);
     for (int layer : spec.layers) fingerprint += str(" ", layer);
-    const ProductPaths paths = choose_paths(options.query_path, spec);
+    const ProductPaths paths = choose_paths(options.query_path, spec, *impl->entry);
     if (paths.k_codes || paths.v_codes) fingerprint += str(" codes ", paths.k_codes, paths.v_codes);
     impl->paths.push_back(paths);
   }

@@ -22,9 +22,16 @@ Result<QueryPath> parse_query_path(std::string_view word) {
   return invalid_argument(str("[attend] query path \"", word, "\" is not one of auto, f32, int8"));
 }
 
-ProductPaths choose_paths(QueryPath asked, const GroupSpec& group) {
+ProductPaths choose_paths(QueryPath asked, const GroupSpec& group, const kernels::Entry& entry) {
   if (asked == QueryPath::kF32) return {};
-  return {.k_codes = is_quantized(group.shape.formats.k), .v_codes = is_quantized(group.shape.formats.v)};
+  // Two planes of codes (q8) pay where an instruction adds up products of bytes; elsewhere only for one or two
+  // query rows, which leave little to share of what f32 spends on decoding. docs/decisions/0008 has the figures.
+  const int64_t rows = group.num_q_heads / group.shape.num_kv_heads;
+  const auto by_codes = [&](Format format) {
+    if (!is_quantized(format)) return false;
+    return asked == QueryPath::kInt8 || format != Format::kQ8 || entry.has_byte_dots || rows <= 2;
+  };
+  return {.k_codes = by_codes(group.shape.formats.k), .v_codes = by_codes(group.shape.formats.v)};
 }
 
 }  // namespace pagedkv

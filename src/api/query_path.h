@@ -11,6 +11,6 @@ struct ProductPaths {
   bool k_codes = false, v_codes = false;
 };
 
-ProductPaths choose_paths(QueryPath asked, const GroupSpec& group);
+ProductPaths choose_paths(QueryPath asked, const GroupSpec& group, const kernels::Entry& entry);
 
 }  // namespace pagedkv

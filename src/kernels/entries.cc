@@ -44,8 +44,15 @@ struct Table {
   // A set that this build has no code for stays out.
   void add(std::string_view name, bool (*supported)(), const IsaFunctions* f) {
     if (f == nullptr) return;
-    entries[size++] = {name,        supported,    f->append, f->attend, f->merge, f->part_scratch_bytes,
-                       f->quantize, f->dequantize};
+    entries[size++] = {.name = name,
+                       .supported = supported,
+                       .has_byte_dots = name == "avx512_vnni",
+                       .append = f->append,
+                       .attend = f->attend,
+                       .merge = f->merge,
+                       .part_scratch_bytes = f->part_scratch_bytes,
+                       .quantize = f->quantize,
+                       .dequantize = f->dequantize};
   }
 };
 

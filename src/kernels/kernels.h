@@ -126,8 +126,9 @@ constexpr int64_t partial_floats(int64_t head_dim_v) { return (head_dim_v + 63) 
 
 // One instruction set's kernels.
 struct Entry {
-  std::string_view name;  // scalar, avx2, avx512, neon
+  std::string_view name;  // scalar, neon, avx2, avx512, avx512_vnni
   bool (*supported)();    // does this CPU run it
+  bool has_byte_dots;     // adds up four products of bytes in one instruction
   void (*append)(const AppendCall& call, Part part);
   void (*attend)(const AttendCall& call, Part part);
   void (*merge)(const AttendCall& call, Part part);

@@ -16,9 +16,9 @@ double loss_of(const kernels::Entry& entry, Format format, int64_t head_dim, boo
            .group = 4,
            .head_dim_k = head_dim,
            .head_dim_v = head_dim,
-           .lengths = {2000},
+           .lengths = {1000},
            .scale = logit_deviation / std::sqrt(float(head_dim))});
-  const std::vector<Query> queries = {{0, 2000, 4}};
+  const std::vector<Query> queries = {{0, 1000, 2}};
   return w.loss(w.attend(queries), queries);
 }
 

@@ -94,7 +94,7 @@ class BenchReport(unittest.TestCase):
         (self.folder / "kernels.json").write_text("[{", encoding="utf-8")
         done = self.report()
         self.assertEqual(done.returncode, 1)
-        self.assertIn("is not JSON", done.stderr)
+        self.assertIn("kernels.json is not JSON", done.stderr)
 
 
 if __name__ == "__main__":
