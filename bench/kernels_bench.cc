@@ -124,17 +124,21 @@ class Paged {
   }
 
   int64_t copies() const { return int64_t(plans.size()) * layers; }
-  // The attention over one copy by the team.
-  void attend(Team& team, int64_t copy) {
-    const AttendArgs args{.plan = plans[size_t(copy / layers)],
-                          .layer = int(copy % layers),
-                          .q = q.data(),
-                          .out = out.data(),
-                          .scratch = {scratch_.get(), size_t(scratch_bytes_)}};
+  // The attention over n copies from `first` on, one after the other, by the team.
+  void attend(Team& team, int64_t first, int64_t n) {
     team.run([&](Part part) {
-      if (!cache->attend(args, part).ok()) std::abort();
-      team.sync();
-      if (!cache->merge(args, part).ok()) std::abort();
+      for (int64_t i = first; i < first + n; ++i) {
+        const int64_t copy = i % copies();
+        const AttendArgs args{.plan = plans[size_t(copy / layers)],
+                              .layer = int(copy % layers),
+                              .q = q.data(),
+                              .out = out.data(),
+                              .scratch = {scratch_.get(), size_t(scratch_bytes_)}};
+        if (!cache->attend(args, part).ok()) std::abort();
+        team.sync();
+        if (!cache->merge(args, part).ok()) std::abort();
+        team.sync();  // the scratch is free again
+      }
     });
   }
   double output_norm() const { return std::inner_product(out.begin(), out.end(), out.begin(), 0.0); }
@@ -225,7 +229,7 @@ Result<Record> run_case(const Case& c, Format format, const BenchOptions& option
                            .copies = ours.copies()},
                           format, team.size());
   }
-  ours.attend(team, 0);  // warm-up, and one check that something was computed
+  ours.attend(team, 0, 1);  // warm-up, and one check that something was computed
   if (!(ours.output_norm() > 0)) return Status(Code::kInternal, "[bench] the attention of " + c.name + " is empty");
   double peer_call = 0;
   if (peer) {
@@ -243,8 +247,8 @@ Result<Record> run_case(const Case& c, Format format, const BenchOptions& option
   const auto [mine, theirs] = sampling.take({.wanted = decode ? kDecodeRuns : kPrefillRuns,
                                              .run =
                                                  [&] {
-                                                   for (int64_t call = 0; call < calls; ++call)
-                                                     ours.attend(team, next++ % ours.copies());
+                                                   ours.attend(team, next, calls);
+                                                   next += calls;
                                                  }},
                                             {.wanted = decode ? kDecodeRuns : kPrefillPeerRuns,
                                              .run = peer ? [&] { peer(peer_calls); } : std::function<void()>()});

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <chrono>
 #include <cmath>
@@ -30,40 +31,64 @@ inline Spread spread_of(std::vector<double> samples) {
   return {at(0.5), at(0.1), at(0.9)};
 }
 
-// Threads that run one body together, again and again. Bodies meet at `sync()`.
+// A barrier that waits without sleeping, as engines do between operations: waking a thread takes longer than the
+// small cases themselves. After a while it gives the core away.
+class SpinBarrier {
+ public:
+  explicit SpinBarrier(int n) : n_(n) {}
+  void wait() {
+    const int64_t round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins)
+      if (spins > kSpins) std::this_thread::yield();
+  }
+
+ private:
+  static constexpr int kSpins = 20'000;
+  const int n_;
+  std::atomic<int> arrived_{0};
+  std::atomic<int64_t> round_{0};
+};
+
+// Threads that run one body together, again and again. Bodies meet at `sync()`. Between runs the others sleep.
 class Team {
  public:
-  explicit Team(int n_threads) : n_(n_threads), barrier_(n_threads) {
+  explicit Team(int n_threads) : n_(n_threads), start_(n_threads), barrier_(n_threads) {
     for (int i = 1; i < n_; ++i)
       threads_.emplace_back([this, i](const std::stop_token& stop) {
         for (;;) {
-          barrier_.arrive_and_wait();
+          start_.arrive_and_wait();
           if (stop.stop_requested()) return;
           (*body_)(Part{i, n_});
-          barrier_.arrive_and_wait();
+          barrier_.wait();
         }
       });
   }
   ~Team() {
     for (auto& thread : threads_) thread.request_stop();
-    if (n_ > 1) barrier_.arrive_and_wait();
+    if (n_ > 1) start_.arrive_and_wait();
   }
   void run(const std::function<void(Part)>& body) {
     body_ = &body;
-    if (n_ > 1) barrier_.arrive_and_wait();
+    if (n_ > 1) start_.arrive_and_wait();
     body(Part{0, n_});
-    if (n_ > 1) barrier_.arrive_and_wait();
+    sync();
     body_ = nullptr;
   }
   // Called by every thread of a running body.
   void sync() {
-    if (n_ > 1) barrier_.arrive_and_wait();
+    if (n_ > 1) barrier_.wait();
   }
   int size() const { return n_; }
 
  private:
   int n_;
-  std::barrier<> barrier_;
+  std::barrier<> start_;
+  SpinBarrier barrier_;
   const std::function<void(Part)>* body_ = nullptr;
   std::vector<std::jthread> threads_;
 };
