@@ -123,16 +123,18 @@ PKV_INLINE void encode_query(const float* q, int64_t head_dim, float factor, int
   }
 }
 
-// Unit u of N rows into the L2 cache; of rows that lie one behind the other, the u-th piece of as many bytes.
+// Unit u of N rows into the L2 cache, its share `part` of `parts`; of rows that lie one behind the other, the u-th
+// piece of as many bytes.
 template <class Codec, int N>
-PKV_INLINE void fetch_unit(const uint8_t* const* rows, bool adjacent, int64_t u) {
+PKV_INLINE void fetch_unit(const uint8_t* const* rows, bool adjacent, int64_t u, int part, int parts) {
+  constexpr int kLines = (N * Codec::kUnitBytes + 63) / 64;
   if (adjacent) {
     const uint8_t* from = rows[0] + u * (N * Codec::kUnitBytes);
 #pragma GCC unroll 16
-    for (int i = 0; i < N * Codec::kUnitBytes; i += 64) prefetch(from + i);
+    for (int i = kLines * part / parts; i < kLines * (part + 1) / parts; ++i) prefetch(from + i * 64);
   } else {
 #pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) prefetch(rows[i] + u * Codec::kUnitBytes);
+    for (int i = N * part / parts; i < N * (part + 1) / parts; ++i) prefetch(rows[i] + u * Codec::kUnitBytes);
   }
 }
 
@@ -174,9 +176,10 @@ void dot_codes(const TileRows& k, const QueryCodes& q, int begin, int end, float
         }
 #pragma GCC unroll 4
         for (int g = 0; g < kTogether; ++g) transpose_dwords(x + 4 * g);
-        if (k.ahead != nullptr) fetch_unit<Codec, kRows>(ahead, k.adjacent, u);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
+          // A share of the lines with each row: many at once would hold up the loads between them.
+          if (k.ahead != nullptr) fetch_unit<Codec, kRows>(ahead, k.adjacent, u, r, R);
 #pragma GCC unroll 2
           for (int plane = 0; plane < kPlanes; ++plane) {
             const uint8_t* spread = q.spread + ((r * kPlanes + plane) * q.plane_bytes + u * kUnit) * 4;
@@ -273,7 +276,7 @@ struct Fetch {
 
   PKV_INLINE void next() {
     if (rows == nullptr || row >= kTile) return;
-    fetch_unit<Codec, 4>(rows + row, adjacent, unit);
+    fetch_unit<Codec, 4>(rows + row, adjacent, unit, 0, 1);
     if (++unit == n_units) {
       unit = 0;
       row += 4;
