@@ -139,8 +139,8 @@ Result<std::unique_ptr<Model>> Model::load(const std::string& path) {
   return model;
 }
 
-// ggml 0.25.3: one column is a dot product a row; two or more may be a tiled product of another order. Formats in blocks
-// of 256 (K-quants and most IQ types) have a second tiled product from 8 columns on.
+// ggml 0.25.3: one column is a dot product a row; two or more may be a tiled product of another order. Formats in
+// blocks of 256 (K-quants and most IQ types) have a second tiled product from 8 columns on.
 int64_t Model::reproducible_columns() const {
   int64_t columns = 2;
   for (ggml_tensor* t = ggml_get_first_tensor(context_.get()); t; t = ggml_get_next_tensor(context_.get(), t))
