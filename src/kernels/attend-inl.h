@@ -334,7 +334,7 @@ class Attention {
     Vec rows[kBlockRows];
     alignas(64) float top[kBlockRows], base[kBlockRows], sums[kBlockRows];
     alignas(64) float fall[kLanes] = {};  // old maximum - new one, row by row
-    for (int r = 0; r < kBlockRows; ++r) rows[r] = set1(-kInf);
+    for (Vec& row : rows) row = set1(-kInf);
     for (int r = 0; r < n_rows; ++r) {
       float* row = s + r * kTile;
       const Vec from = set1(float(lo[r])), to = set1(float(hi[r]));

@@ -392,7 +392,8 @@ template <class Codec, int R>
 void dot_key_panel(const uint8_t* panel, const QueryCodes& q, int begin, int end, float* s) {
   constexpr int kPlanes = Codec::kPlanes;
   constexpr int kVecs = kPanelVecs < 4 ? kPanelVecs : 4;
-  constexpr int kRows = kPlanes == 2 && R > 2 ? 2 : R;
+  constexpr int kMostRows = 4 / kPlanes;
+  constexpr int kRows = R < kMostRows ? R : kMostRows;
   for (int t = begin / (kVecs * kLanes) * (kVecs * kLanes); t < end; t += kVecs * kLanes) {
 #pragma GCC unroll 2
     for (int first = 0; first < R; first += kRows) {
