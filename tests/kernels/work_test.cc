@@ -73,6 +73,42 @@ TEST(PlanWork, RunsBehindTheWindowAreNotVisited) {
   EXPECT_EQ(plan.items[2].run_begin, 9999 / 256);
 }
 
+// Units of an item and a KV head go to the part in whose share of the cost they begin (attend).
+double largest_part_over_mean(const Plan& plan, int64_t kv_heads, int parts) {
+  std::vector<int64_t> costs(static_cast<size_t>(parts), 0);
+  for (const kernels::WorkItem& item : plan.items) {
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      const int64_t at = item.cost_before + item.cost * head;
+      int part = 0;
+      while (plan.totals.total_cost * (part + 1) / parts <= at) ++part;
+      costs[static_cast<size_t>(part)] += item.cost;
+    }
+  }
+  const int64_t largest = *std::max_element(costs.begin(), costs.end());
+  return double(largest) * parts / double(plan.totals.total_cost);
+}
+
+TEST(PlanWork, PartsAreEvenWithinATenthForOneLongSequenceAndForManyShortOnes) {
+  struct Shape {
+    int64_t sequences, tokens, heads_q, heads_kv;
+  };
+  for (const Shape& shape : {Shape{1, 32768, 32, 8},
+                             {8, 4096, 32, 32},
+                             {64, 512, 32, 8},
+                             {1, 8192, 9, 3},
+                             {1, 8192, 4, 1},
+                             {64, 512, 4, 1},
+                             {1, 32768, 28, 4}}) {
+    const Plan plan(std::vector<std::pair<int, int>>(size_t(shape.sequences), {int(shape.tokens), 1}), 0,
+                    shape.heads_kv, shape.heads_q);
+    for (const int parts : {2, 3, 7}) {
+      EXPECT_LE(largest_part_over_mean(plan, shape.heads_kv, parts), 1.10)
+          << shape.sequences << " x " << shape.tokens << ", " << shape.heads_kv << " KV heads, " << parts
+          << " parts";
+    }
+  }
+}
+
 TEST(PlanWork, ABigDecodeBatchIsPlannedInNoTime) {
   const std::vector<std::pair<int, int>> sequences(256, {8192, 1});
   Plan plan(sequences, 0, 8, 32);
