@@ -130,10 +130,8 @@ PKV_INLINE void fetch_unit(const uint8_t* const* rows, bool adjacent, int64_t u,
   constexpr int kLines = (N * Codec::kUnitBytes + 63) / 64;
   if (adjacent) {
     const uint8_t* from = rows[0] + u * (N * Codec::kUnitBytes);
-#pragma GCC unroll 16
     for (int i = kLines * part / parts; i < kLines * (part + 1) / parts; ++i) prefetch(from + i * 64);
   } else {
-#pragma GCC unroll 16
     for (int i = N * part / parts; i < N * (part + 1) / parts; ++i) prefetch(rows[i] + u * Codec::kUnitBytes);
   }
 }
