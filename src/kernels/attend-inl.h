@@ -96,6 +96,8 @@ class Attention {
         scratch_(call.layer, call.shape, base) {
     k_bytes_ = packed_bytes(k_.format, k_.head_dim);
     v_bytes_ = packed_bytes(v_.format, v_.head_dim);
+    k_adjacent_ = adjacent_rows(k_, k_bytes_);
+    v_adjacent_ = adjacent_rows(v_, v_bytes_);
     for (int t = 0; t < kTile; ++t) {
       k_tile_[t] = reinterpret_cast<const uint8_t*>(scratch_.k_tile + t * scratch_.dk);
       v_tile_[t] = reinterpret_cast<const uint8_t*>(scratch_.v_tile + t * scratch_.dv);
@@ -248,7 +250,7 @@ class Attention {
 
   // s[i][t] = q . k for rows [row, row + n), without K's scales.
   void score(const Tile& tile, const Tile* ahead, bool direct, int64_t row, int n, int begin, int end, float* s) {
-    const TileRows packed{tile.k, ahead == nullptr ? nullptr : ahead->k, k_bytes_, adjacent_rows(k_, k_bytes_)};
+    const TileRows packed{tile.k, ahead == nullptr ? nullptr : ahead->k, k_bytes_, k_adjacent_};
     const float* q = scratch_.q + row * scratch_.dk;
     if (call_.shape.k_codes) {
       const CodeProducts& products = code_products_of(k_.format);
@@ -268,7 +270,7 @@ class Attention {
   // acc = acc * alpha + weights . v for the same rows.
   void add_values(const Tile& tile, const Tile* ahead, bool direct, int64_t row, int n, int begin, int end,
                   const float* s, const WeightCodes& weights, const float* alpha) {
-    const TileRows packed{tile.v, ahead == nullptr ? nullptr : ahead->v, v_bytes_, adjacent_rows(v_, v_bytes_)};
+    const TileRows packed{tile.v, ahead == nullptr ? nullptr : ahead->v, v_bytes_, v_adjacent_};
     float* acc = scratch_.acc + row * scratch_.dv;
     if (call_.shape.v_codes) {
       const CodeProducts& products = code_products_of(v_.format);
@@ -464,6 +466,7 @@ class Attention {
   const int64_t group_;  // query heads of a KV head
   Scratch scratch_;
   int64_t k_bytes_, v_bytes_;
+  bool k_adjacent_, v_adjacent_;  // TileRows::adjacent
   const uint8_t* k_tile_[kTile];
   const uint8_t* v_tile_[kTile];
   Tile tiles_[kAhead + 1];

@@ -476,7 +476,6 @@ struct CodeProducts {
   DotPanel dot_panel[kBlockRows];
   AddPanel add_panel[kBlockRows];
   float max_weight;
-  int planes;
 };
 template <class Codec>
 constexpr CodeProducts kCodeProducts = {
@@ -487,7 +486,6 @@ constexpr CodeProducts kCodeProducts = {
     {dot_key_panel<Codec, 1>, dot_key_panel<Codec, 2>, dot_key_panel<Codec, 3>, dot_key_panel<Codec, 4>},
     {add_value_panel<Codec, 1>, add_value_panel<Codec, 2>, add_value_panel<Codec, 3>, add_value_panel<Codec, 4>},
     Codec::kWeights,
-    Codec::kPlanes,
 };
 // Requires: has_scales(format).
 const CodeProducts& code_products_of(Format format) {
