@@ -6,6 +6,7 @@
 namespace pagedkv::cli {
 
 int run(const RunOptions& options);  // 130 when cancelled by Ctrl-C
+int serve(const ServeOptions& options);
 int perplexity(const PerplexityOptions& options);
 int inspect(const InspectOptions& options);
 int info(const InfoOptions& options);

@@ -1,5 +1,5 @@
-// pagedkv run | perplexity | inspect | info | bench | completion. Exit codes: 0 done, 1 it failed, 2 the command
-// line cannot be right, 130 Ctrl-C.
+// pagedkv run | serve | perplexity | inspect | info | bench | completion. Exit codes: 0 done, 1 it failed, 2 the
+// command line cannot be right, 130 Ctrl-C.
 #include <fmt/format.h>
 
 #include <exception>
@@ -30,6 +30,11 @@ int command_line(int argc, char** argv) {
   RunOptions run_options;
   CLI::App* run_command = add_command(app, "run", "answer one prompt; stdout gets the answer and nothing else");
   add_run_options(*run_command, run_options);
+
+  ServeOptions serve_options;
+  CLI::App* serve_command =
+      add_command(app, "serve", "an OpenAI-compatible server, with a page to look at the pool");
+  add_serve_options(*serve_command, serve_options);
 
   PerplexityOptions perplexity_options;
   CLI::App* perplexity_command = add_command(app, "perplexity", "how well the model predicts a text, by format");
@@ -78,6 +83,7 @@ int command_line(int argc, char** argv) {
     return fail_usage(error.what(), name);
   }
   if (run_command->parsed()) return run(run_options);
+  if (serve_command->parsed()) return serve(serve_options);
   if (perplexity_command->parsed()) return perplexity(perplexity_options);
   if (inspect_command->parsed()) return inspect(inspect_options);
   if (info_command->parsed()) return info(info_options);

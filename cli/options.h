@@ -17,6 +17,7 @@
 #include "pagedkv/format.h"
 #include "pagedkv/status.h"
 #include "pagedkv/units.h"
+#include "server/server.h"
 
 namespace pagedkv::cli {
 
@@ -41,6 +42,14 @@ struct RunOptions {
   bool raw = false;
   bool stats = false;
   bool json = false;
+};
+
+struct ServeOptions {
+  EngineWords engine;
+  server::ServerOptions server;  // names, keys and callbacks are filled in by serve()
+  std::vector<std::string> served_names;
+  std::optional<std::string> api_key;
+  std::optional<std::string> api_key_file;
 };
 
 struct PerplexityOptions {
@@ -71,6 +80,7 @@ struct BenchCommand {
 
 // Add a command's options to `command`. The struct is filled while the command line is parsed and must outlive it.
 void add_run_options(CLI::App& command, RunOptions& options);
+void add_serve_options(CLI::App& command, ServeOptions& options);
 void add_perplexity_options(CLI::App& command, PerplexityOptions& options);
 void add_inspect_options(CLI::App& command, InspectOptions& options);
 void add_info_options(CLI::App& command, InfoOptions& options);

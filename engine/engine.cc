@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kMaxThreads = 512;             // ggml's own limit
 constexpr int64_t kMaxStepTokens = 1 << 16;  // activations of one step stay within reason
+constexpr int64_t kMaxSequences = 1 << 16;   // of one step: each brings a token at least
 
 std::string mib(int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
@@ -24,6 +25,10 @@ Status check_options(const EngineOptions& options, const ModelInfo& info) {
   if (options.chunk.n < 1 || options.chunk.n > kMaxStepTokens) {
     return invalid_argument("chunk is " + std::to_string(options.chunk.n) + " tokens, expected 1 to " +
                             std::to_string(kMaxStepTokens));
+  }
+  if (options.max_sequences < 1 || options.max_sequences > kMaxSequences) {
+    return invalid_argument("max_sequences is " + std::to_string(options.max_sequences) + ", expected 1 to " +
+                            std::to_string(kMaxSequences));
   }
   if (options.context.n < 0 || options.kv_memory.n < 0) {
     return invalid_argument("context and kv_memory must not be negative");
@@ -47,6 +52,7 @@ CacheOptions cache_options_for(const EngineOptions& options, const ModelInfo& in
   out.kv_memory = options.kv_memory.n > 0 ? options.kv_memory : left;
   out.max_context = context;
   out.longest_chunk = options.chunk;
+  out.max_sequences = options.max_sequences;
   out.query_path = options.query_path;
   out.arena = options.arena;
   out.fingerprint = info.fingerprint;

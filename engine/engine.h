@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/answer.h"
+#include "engine/step_model.h"
 #include "engine/text.h"
 #include "pagedkv/cache.h"
 #include "pagedkv/format.h"
@@ -75,29 +77,14 @@ struct EngineOptions {
   bool dynamic = true;
   QueryPath query_path = QueryPath::kAuto;
   ArenaOrder arena = ArenaOrder::kBlockMajor;
-  Tokens chunk{512};  // most prompt tokens a step takes
+  Tokens chunk{512};          // most prompt tokens a step takes
+  int64_t max_sequences = 1;  // that run at once; sizes the floor of window groups
   // Equal tokens give equal logits to the bit, however they are chunked, batched, forked or found in the cache:
   // single tokens then take the matrix products that several take. Costs decode speed (docs/numerics.md).
   bool reproducible = false;
   bool allow_past_trained_context = false;             // benchmarks only
   std::function<void(double fraction)> progress = {};  // while weights are read in; may be empty
 };
-
-// New tokens of one sequence in a step.
-struct StepInput {
-  SequenceId sequence;
-  std::span<const int32_t> tokens;
-  bool all_logits = false;  // logits of every token instead of the last one only
-};
-
-struct StepOutput {
-  std::span<const float> logits;   // [rows, vocab_size] in input order; valid until the next step
-  std::vector<int64_t> first_row;  // per input: index of its first row of logits
-  std::vector<Status> statuses;    // per input: not ok when its rows were rejected (kNotFinite)
-};
-
-enum class FinishReason : uint8_t { kStop, kLength, kCancelled };
-const char* finish_reason_name(FinishReason reason);  // "stop", "length", "cancelled"
 
 struct GenerateRequest {
   std::vector<int32_t> prompt;
@@ -146,22 +133,20 @@ struct FidelityResult {
   std::optional<AgainstReference> reference = std::nullopt;
 };
 
-class Engine {
+class Engine : public StepModel {
  public:
   // Errors: those of read_model_info, and kCapacity when weights and num_blocks do not fit.
   static Result<std::unique_ptr<Engine>> load(const EngineOptions& options);
-  ~Engine();
+  ~Engine() override;
 
   const ModelInfo& model() const;
-  const Text& text() const;
-  Cache& cache();
+  const Text& text() const override;
+  Cache& cache() override;
   const CacheOptions& cache_options() const;
-  Tokens context() const;  // longest sequence
+  Tokens context() const override;
   int threads() const;
 
-  // One pass of the model over new tokens of several sequences: reserve -> plan -> layers -> commit.
-  // Errors: kCapacity, kStale, kInvalidArgument; nothing was changed.
-  Result<StepOutput> step(std::span<const StepInput> inputs);
+  Result<StepOutput> step(std::span<const StepInput> inputs) override;
 
   // Answers one prompt. `on_text` gets the answer as it comes and returns false to cancel; it is also called, with
   // empty text, between the chunks of a long prompt. The sequence is released at the end; its blocks stay cached.

@@ -30,18 +30,6 @@ class SequenceGuard {
 
 }  // namespace
 
-const char* finish_reason_name(FinishReason reason) {
-  switch (reason) {
-    case FinishReason::kStop:
-      return "stop";
-    case FinishReason::kLength:
-      return "length";
-    case FinishReason::kCancelled:
-      return "cancelled";
-  }
-  return "unknown";
-}
-
 double GenerateResult::prefill_tok_s() const { return per_second(tokens_in - tokens_reused, prefill_seconds); }
 // The first token comes out of the prefill.
 double GenerateResult::decode_tok_s() const { return per_second(tokens_out - 1, decode_seconds); }
@@ -49,22 +37,13 @@ double GenerateResult::decode_tok_s() const { return per_second(tokens_out - 1, 
 Result<GenerateResult> Engine::generate(const GenerateRequest& request,
                                         const std::function<bool(std::string_view)>& on_text) {
   Impl& e = *impl_;
-  const auto n_prompt = static_cast<int64_t>(request.prompt.size());
-  if (n_prompt == 0) return invalid_argument("[generate] the prompt is empty");
-  if (n_prompt >= e.context.n) {
-    return invalid_argument("[generate] the prompt has " + std::to_string(n_prompt) + " tokens, the context is " +
-                            std::to_string(e.context.n) + " and must hold an answer too");
-  }
-  for (int32_t token : request.prompt) {
-    if (token < 0 || token >= model().vocab_size) {
-      return invalid_argument("[generate] token " + std::to_string(token) + " in the prompt, the vocabulary has " +
-                              std::to_string(model().vocab_size));
-    }
-  }
-  if (Status s = check_sampling(request.sampling); !s.ok()) return s;
-  auto sampler = e.text->make_sampler(request.sampling);
-  if (!sampler.ok()) return sampler.status();
-  for (int32_t token : request.prompt) (*sampler)->accept(token);
+  const auto n_prompt = std::ssize(request.prompt);
+  if (Status s = check_prompt(request.prompt, e.context, model().vocab_size); !s.ok())
+    return Status(s.code(), "[generate] " + s.message());
+  auto answer =
+      Answer::begin(*e.text, request.prompt, e.context,
+                    {.max_tokens = request.max_tokens, .sampling = request.sampling, .stop = request.stop});
+  if (!answer.ok()) return answer.status();
 
   GenerateResult result;
   result.tokens_in = n_prompt;
@@ -78,11 +57,9 @@ Result<GenerateResult> Engine::generate(const GenerateRequest& request,
   result.tokens_reused = started->reused.n;
 
   // Gives text to the caller; false once the caller has had enough.
-  bool wanted = true;
   auto show = [&](const std::string& text) {
     result.text += text;
-    if (wanted && on_text) wanted = on_text(text);
-    return wanted;
+    return !on_text || on_text(text);
   };
   // One step of this sequence alone.
   auto forward = [&](std::span<const int32_t> tokens) -> Result<std::span<const float>> {
@@ -110,36 +87,21 @@ Result<GenerateResult> Engine::generate(const GenerateRequest& request,
   result.prefill_seconds = seconds_since(clock);
 
   clock = std::chrono::steady_clock::now();
-  TextStream stream(request.stop);
   for (;;) {
-    const int32_t token = (*sampler)->sample(logits);
-    if (e.text->is_end(token)) {
-      result.finish_reason = FinishReason::kStop;
+    const Answer::Grown grown = (*answer)->grow(logits);
+    const bool wanted = grown.text.empty() || show(grown.text);
+    if (grown.finish || !wanted) {
+      result.finish_reason = grown.finish.value_or(FinishReason::kCancelled);
       break;
     }
-    ++result.tokens_out;
-    result.tokens.push_back(token);
-    const std::string shown = stream.push(e.text->piece(token));
-    if (!shown.empty() && !show(shown)) {
-      result.finish_reason = FinishReason::kCancelled;
-      break;
-    }
-    if (stream.stopped()) {
-      result.finish_reason = FinishReason::kStop;
-      break;
-    }
-    // The token just sampled would take the position n_prompt + tokens_out - 1.
-    const bool full = n_prompt + result.tokens_out > e.context.n;
-    if (full || result.tokens_out == request.max_tokens.n) {
-      result.finish_reason = FinishReason::kLength;
-      break;
-    }
-    auto out = forward({&token, 1});
+    auto out = forward({&grown.token, 1});
     if (!out.ok()) return out.status();
     logits = *out;
   }
   result.decode_seconds = seconds_since(clock);
-  if (const std::string rest = stream.finish(); !rest.empty()) show(rest);
+  result.text += (*answer)->rest();
+  result.tokens = (*answer)->tokens();
+  result.tokens_out = std::ssize(result.tokens);
   for (int g = 0; g < std::ssize(e.cache->options().groups); ++g) {
     if (auto held = e.cache->blocks_held(started->id, g); held.ok()) {
       result.blocks_held += *held;

@@ -56,10 +56,16 @@ Status check_range(const char* option, Number value, Number low, Number high) {
 // Below this a division by the temperature only risks overflow: the best token's share is 1 but for exact ties.
 constexpr float kGreedyBelow = 1e-6f;
 
+// Up to this many likeliest tokens are chosen here, in one pass over the logits, which libllama's sort of the whole
+// vocabulary takes ten times as long for.
+constexpr int kFewCandidates = 256;
+
 class LlamaSampler : public Sampler {
  public:
-  explicit LlamaSampler(const SamplingOptions& options)
+  LlamaSampler(const llama_vocab* vocab, const SamplingOptions& options)
       : options_(options), greedy_(options.temperature < kGreedyBelow) {
+    if (!options.grammar.empty())
+      grammar_.reset(llama_sampler_init_grammar(vocab, options.grammar.c_str(), "root"));
     if (greedy_) return;
     auto params = llama_sampler_chain_default_params();
     params.no_perf = true;
@@ -73,11 +79,27 @@ class LlamaSampler : public Sampler {
     add(llama_sampler_init_dist(options.seed == LLAMA_DEFAULT_SEED ? LLAMA_DEFAULT_SEED - 1 : options.seed));
   }
 
+  bool has_grammar() const { return grammar_ != nullptr; }
+
   int32_t sample(std::span<const float> logits) override {
-    candidates_.resize(logits.size());
-    for (size_t i = 0; i < logits.size(); ++i) candidates_[i] = {static_cast<llama_token>(i), logits[i], 0};
-    penalize();
-    const int32_t token = greedy_ ? best() : draw();
+    if (changes_logits()) {
+      changed_.assign(logits.begin(), logits.end());
+      change(changed_);
+      logits = changed_;
+    }
+    int32_t token = choose(logits);
+    if (grammar_) {
+      // Few tokens of a vocabulary fit a grammar, and asking it about each takes long: most draws fit as they are.
+      if (!fits(token)) {
+        candidates_of(logits);
+        llama_token_data_array array{candidates_.data(), candidates_.size(), -1, false};
+        llama_sampler_apply(grammar_.get(), &array);
+        std::erase_if(candidates_, [](const llama_token_data& c) { return !(c.logit > -INFINITY); });
+        if (!candidates_.empty()) token = greedy_ ? best_candidate() : draw(false);
+      }
+      llama_sampler_accept(grammar_.get(), token);
+    }
+    ++drawn_[token];
     accept(token);
     return token;
   }
@@ -96,26 +118,79 @@ class LlamaSampler : public Sampler {
  private:
   void add(llama_sampler* sampler) { llama_sampler_chain_add(chain_.get(), sampler); }
 
-  // libllama's repeat penalty, term by term. Its own sampler looks every token of the vocabulary up in a hash map;
-  // this one visits the few that were seen.
-  void penalize() {
-    for (const auto& [token, count] : seen_) {
-      if (token < 0 || token >= std::ssize(candidates_)) continue;
-      float& logit = candidates_[static_cast<size_t>(token)].logit;
-      logit = logit <= 0 ? logit * options_.repeat_penalty : logit / options_.repeat_penalty;
-    }
+  bool changes_logits() const {
+    return !options_.logit_bias.empty() || !seen_.empty() ||
+           (!drawn_.empty() && (options_.presence_penalty != 0 || options_.frequency_penalty != 0));
+  }
+  // The repeat penalty is libllama's, term by term; its own sampler looks every token of the vocabulary up in a
+  // hash map, this visits the few that were seen.
+  void change(std::span<float> logits) const {
+    const auto at = [&](int32_t token) -> float* {
+      return token >= 0 && token < std::ssize(logits) ? &logits[static_cast<size_t>(token)] : nullptr;
+    };
+    for (const auto& [token, bias] : options_.logit_bias)
+      if (float* logit = at(token)) *logit += bias;
+    for (const auto& [token, count] : seen_)
+      if (float* logit = at(token))
+        *logit = *logit <= 0 ? *logit * options_.repeat_penalty : *logit / options_.repeat_penalty;
+    for (const auto& [token, count] : drawn_)
+      if (float* logit = at(token))
+        *logit -= options_.presence_penalty + options_.frequency_penalty * static_cast<float>(count);
   }
 
-  int32_t best() const {  // the first of equals
+  int32_t choose(std::span<const float> logits) {
+    if (greedy_)  // the first of equals
+      return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+    if (options_.top_k > 0 && options_.top_k <= kFewCandidates) {
+      likeliest(logits, static_cast<size_t>(options_.top_k));
+      return draw(true);
+    }
+    candidates_of(logits);
+    return draw(false);
+  }
+
+  void candidates_of(std::span<const float> logits) {
+    candidates_.resize(logits.size());
+    for (size_t i = 0; i < logits.size(); ++i) candidates_[i] = {static_cast<llama_token>(i), logits[i], 0};
+  }
+
+  // The k likeliest tokens, likeliest first; of equals the first.
+  void likeliest(std::span<const float> logits, size_t k) {
+    const auto likelier = [](const llama_token_data& a, const llama_token_data& b) {
+      return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+    };
+    candidates_.clear();  // a heap with the least likely on top
+    float least = -INFINITY;
+    for (size_t i = 0; i < logits.size(); ++i) {
+      if (candidates_.size() == k) {
+        if (!(logits[i] > least)) continue;
+        std::pop_heap(candidates_.begin(), candidates_.end(), likelier);
+        candidates_.pop_back();
+      }
+      candidates_.push_back({static_cast<llama_token>(i), logits[i], 0});
+      std::push_heap(candidates_.begin(), candidates_.end(), likelier);
+      if (candidates_.size() == k) least = candidates_.front().logit;
+    }
+    std::sort_heap(candidates_.begin(), candidates_.end(), likelier);
+  }
+
+  int32_t best_candidate() const {
     return std::max_element(candidates_.begin(), candidates_.end(),
                             [](const auto& a, const auto& b) { return a.logit < b.logit; })
         ->id;
   }
 
-  int32_t draw() {
-    llama_token_data_array array{candidates_.data(), candidates_.size(), -1, false};
+  int32_t draw(bool sorted) {
+    llama_token_data_array array{candidates_.data(), candidates_.size(), -1, sorted};
     llama_sampler_apply(chain_.get(), &array);
     return array.data[array.selected].id;
+  }
+
+  bool fits(int32_t token) {
+    llama_token_data one{token, 1, 0};
+    llama_token_data_array array{&one, 1, -1, false};
+    llama_sampler_apply(grammar_.get(), &array);
+    return one.logit > -INFINITY;
   }
 
   const SamplingOptions options_;
@@ -123,10 +198,13 @@ class LlamaSampler : public Sampler {
   struct Free {
     void operator()(llama_sampler* sampler) const { llama_sampler_free(sampler); }
   };
-  std::unique_ptr<llama_sampler, Free> chain_;  // null when greedy
-  std::vector<llama_token_data> candidates_;    // [vocabulary size]
-  std::deque<int32_t> recent_;                  // the last repeat_last_n tokens
-  std::unordered_map<int32_t, int> seen_;       // how often each is in recent_; never 0
+  std::unique_ptr<llama_sampler, Free> chain_;    // null when greedy
+  std::unique_ptr<llama_sampler, Free> grammar_;  // null when any answer will do
+  std::vector<llama_token_data> candidates_;
+  std::vector<float> changed_;              // logits with bias and penalties
+  std::deque<int32_t> recent_;              // the last repeat_last_n tokens
+  std::unordered_map<int32_t, int> seen_;   // how often each is in recent_; never 0
+  std::unordered_map<int32_t, int> drawn_;  // how often the answer has each
 };
 
 // --- chat templates ----------------------------------------------------------------------------------------------
@@ -310,7 +388,17 @@ class LlamaText : public Text {
 
   Result<std::unique_ptr<Sampler>> make_sampler(const SamplingOptions& options) const override {
     if (Status status = check_sampling(options); !status.ok()) return status;
-    return std::unique_ptr<Sampler>(std::make_unique<LlamaSampler>(options));
+    for (const auto& [token, bias] : options.logit_bias) {
+      if (token >= 0 && token < vocab_size()) continue;
+      return invalid_argument("[sampling] logit_bias for token " + std::to_string(token) + ", the vocabulary has " +
+                              std::to_string(vocab_size()));
+    }
+    if (!options.grammar.empty() && !has_words())
+      return Status(Code::kUnsupported, "[sampling] a grammar needs a vocabulary, and the model file has none");
+    auto sampler = std::make_unique<LlamaSampler>(vocab_, options);
+    if (!options.grammar.empty() && !sampler->has_grammar())
+      return invalid_argument("[sampling] the grammar cannot be read");
+    return std::unique_ptr<Sampler>(std::move(sampler));
   }
 
   // False for files made without a vocabulary: they have token ids, but no text.
@@ -422,8 +510,13 @@ Status check_sampling(const SamplingOptions& options) {
         check_range("top_k", options.top_k, 0, INT32_MAX), check_range("top_p", options.top_p, 0.0f, 1.0f),
         check_range("min_p", options.min_p, 0.0f, 1.0f),
         check_range("repeat_penalty", options.repeat_penalty, 0.1f, 10.0f),
-        check_range("repeat_last_n", options.repeat_last_n, 0, 65536)}) {
+        check_range("repeat_last_n", options.repeat_last_n, 0, 65536),
+        check_range("presence_penalty", options.presence_penalty, -2.0f, 2.0f),
+        check_range("frequency_penalty", options.frequency_penalty, -2.0f, 2.0f)}) {
     if (!status.ok()) return status;
+  }
+  for (const auto& [token, bias] : options.logit_bias) {
+    if (Status status = check_range("logit_bias", bias, -100.0f, 100.0f); !status.ok()) return status;
   }
   return Status();
 }

@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "pagedkv/status.h"
@@ -21,15 +22,19 @@ struct ChatMessage {
   std::vector<int32_t> tokens = {};
 };
 
-// Applied in this order: repeat penalty, top-k, top-p, min-p, temperature, then one draw.
+// Applied in this order: bias, penalties, grammar, top-k, top-p, min-p, temperature, then one draw.
 struct SamplingOptions {
-  float temperature = 0.8f;  // 0 .. 100; larger: more varied. Below 1e-6: greedy, the penalty still applies
-  int top_k = 40;            // 0 .. 2^31-1 most likely tokens stay; 0: all
-  float top_p = 0.95f;       // 0 .. 1, the share of probability that stays; 1: all
-  float min_p = 0.05f;       // 0 .. 1, least probability relative to the best token; 0: off
-  float repeat_penalty = 1;  // 0.1 .. 10; above 1: recent tokens become less likely; 1: off
-  int repeat_last_n = 64;    // 0 .. 65536 tokens the penalty looks back, prompt included; 0: off
-  uint32_t seed = 0;         // the same seed draws the same tokens
+  float temperature = 0.8f;     // 0 .. 100; larger: more varied. Below 1e-6: greedy, the penalty still applies
+  int top_k = 40;               // 0 .. 2^31-1 most likely tokens stay; 0: all
+  float top_p = 0.95f;          // 0 .. 1, the share of probability that stays; 1: all
+  float min_p = 0.05f;          // 0 .. 1, least probability relative to the best token; 0: off
+  float repeat_penalty = 1;     // 0.1 .. 10; above 1: recent tokens become less likely; 1: off
+  int repeat_last_n = 64;       // 0 .. 65536 tokens the penalty looks back, prompt included; 0: off
+  uint32_t seed = 0;            // the same seed draws the same tokens
+  float presence_penalty = 0;   // -2 .. 2, taken from the logit of each token that the answer has; 0: off
+  float frequency_penalty = 0;  // -2 .. 2, the same times how often it has it; 0: off
+  std::vector<std::pair<int32_t, float>> logit_bias = {};  // token, and -100 .. 100 added to its logit
+  std::string grammar = {};  // GBNF with the rule "root": only answers that it derives are drawn. Empty: any
 };
 
 // kInvalidArgument naming the option, its value and its range (NaN is never in range).
@@ -71,6 +76,8 @@ class Text {
   // The tokens of that prompt. Control tokens come from the template alone: the same words inside a message are
   // plain text. Errors: those of apply_chat_template and tokenize (with the message's index).
   virtual Result<std::vector<int32_t>> tokenize_chat(std::span<const ChatMessage> messages) const = 0;
+  // Errors: those of check_sampling, a bias for a token that is none, a grammar that cannot be read
+  // (kInvalidArgument).
   virtual Result<std::unique_ptr<Sampler>> make_sampler(const SamplingOptions& options) const = 0;
 };
 

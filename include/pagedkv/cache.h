@@ -231,7 +231,14 @@ class Cache {
   // The path that a group's attention takes: kInt8 if K or V is multiplied as codes, else kF32.
   QueryPath query_path(int group = 0) const;
   std::string_view isa() const;  // the kernel entry that runs, chosen at creation
-  Stats stats() const;
+  // `resident`: also bytes_resident, which asks the kernel for every page (milliseconds a GB); else it is 0.
+  Stats stats(bool resident = true) const;
+  // Every block of a group, by id, and the number of the last step, to which BlockView::last_step relates.
+  struct BlockViews {
+    std::vector<BlockView> blocks;
+    int64_t step = 0;
+  };
+  BlockViews block_views(int group = 0) const;
   // Walks every invariant of blocks, tables, keys and counters. kInternal names the first broken one.
   Status verify() const;
 

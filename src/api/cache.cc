@@ -536,7 +536,11 @@ Result<Cache::Dense> Cache::read_dense(SequenceId sequence, int layer) const {
   return Dense{decode(store.k), decode(store.v)};
 }
 
-Stats Cache::stats() const {
+Cache::BlockViews Cache::block_views(int group) const {
+  return {impl_->core->block_views(group), impl_->core->last_step()};
+}
+
+Stats Cache::stats(bool resident) const {
   Stats s;
   const CacheCore& core = *impl_->core;
   for (int g = 0; g < core.n_groups(); ++g) {
@@ -545,7 +549,7 @@ Stats Cache::stats() const {
     const auto& counts = pool.counts();
     s.bytes_reserved += arena.bytes_reserved();
     s.bytes_committed += arena.bytes_committed();
-    s.bytes_resident += arena.bytes_resident();
+    if (resident) s.bytes_resident += arena.bytes_resident();
     s.extent_bytes = std::max(s.extent_bytes, arena.layout().extent_bytes);
     s.bytes_in_use += (counts.open + counts.full + counts.shared) * arena.layout().image_bytes;
     s.blocks_total += counts.total;

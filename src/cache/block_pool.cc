@@ -128,6 +128,7 @@ BlockId BlockPool::take() {
   block.place = Place::kHeld;
   count(block, -1);
   block.holders = 1;
+  block.last_step = step_;
   count(block, +1);
   ++events_.alloc;
   return BlockId(id);
@@ -139,6 +140,7 @@ void BlockPool::hold(BlockId id) {
     lru_remove(uint32_t(id));
     block.place = Place::kHeld;
   }
+  block.last_step = step_;
   count(block, -1);
   ++block.holders;
   count(block, +1);
@@ -160,6 +162,7 @@ void BlockPool::drop(BlockId id) {
     }
     return;
   }
+  block.last_step = step_;
   count(block, -1);
   --block.holders;
   count(block, +1);
@@ -254,6 +257,23 @@ void BlockPool::evict_one() {
   block.entry = kNoEntry;
   count(block, +1);
   push_free(id);
+}
+
+std::vector<BlockView> BlockPool::views() const {
+  std::vector<BlockView> views(blocks_.size());
+  for (size_t id = 0; id < blocks_.size(); ++id) {
+    const Block& block = blocks_[id];
+    BlockView& view = views[id];
+    view.holders = block.holders;
+    view.last_step = block.last_step;
+    if (block.place == Place::kFree) view.state = BlockState::kFree;
+    if (block.place == Place::kCached) view.state = BlockState::kCached;
+    if (block.place != Place::kHeld) continue;
+    view.state = block.holders > 1         ? BlockState::kShared
+                 : block.entry == kNoEntry ? BlockState::kOpen
+                                           : BlockState::kFull;
+  }
+  return views;
 }
 
 void BlockPool::evict_all_cached() {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cache/block_source.h"
+#include "pagedkv/stats.h"
 #include "pagedkv/status.h"
 #include "pagedkv/units.h"
 
@@ -66,6 +67,11 @@ class BlockPool {
   // A writer must copy first: somebody else holds the block, or its key promises its content.
   bool is_writable(BlockId block) const { return holders(block) == 1 && entry(block) == kNoEntry; }
 
+  // The time that blocks are stamped with when they are taken, held or dropped.
+  void set_step(int64_t step) { step_ = step; }
+  // State, holders and stamp of each block by id.
+  std::vector<BlockView> views() const;
+
   const Counts& counts() const { return counts_; }
   const Events& events() const { return events_; }
   const Options& options() const { return options_; }
@@ -88,6 +94,7 @@ class BlockPool {
     uint32_t entry = kNoEntry;
     uint32_t prev = kNone, next = kNone;  // neighbours on the LRU, or next in the extent's free list
     uint32_t pending_drops = 0;
+    int64_t last_step = 0;
     Place place = Place::kUncommitted;
   };
   struct Extent {
@@ -126,6 +133,7 @@ class BlockPool {
   uint32_t lru_head_ = kNone, lru_tail_ = kNone;
   std::vector<uint32_t> spares_;  // extents that were all free when last looked at
   int64_t floor_extents_ = 0;
+  int64_t step_ = 0;
   Counts counts_;
   Events events_;
   Status last_refusal_;

@@ -337,4 +337,19 @@ CacheCore::Figures CacheCore::figures() const {
   return figures;
 }
 
+std::vector<BlockView> CacheCore::block_views(int group) const {
+  std::vector<BlockView> views = pools_[size_t(group)]->views();
+  for (size_t id = 0; id < views.size(); ++id) {
+    const uint32_t entry = pools_[size_t(group)]->entry(BlockId(id));
+    if (entry == kNoEntry) continue;
+    for (int byte = 0; byte < 8; ++byte) views[id].key = views[id].key << 8 | index_.key(entry).bytes[size_t(byte)];
+  }
+  for (size_t s = 0; s < sequences_.size(); ++s) {
+    if (!sequences_[s].live) continue;
+    for (const BlockId block : sequences_[s].tables[size_t(group)].ids)
+      if (block != kNoBlock) views[size_t(block)].sequence = int64_t(s);
+  }
+  return views;
+}
+
 }  // namespace pagedkv

@@ -79,6 +79,8 @@ class CacheCore {
   const BlockPool& pool(int group) const { return *pools_[size_t(group)]; }
   int n_groups() const { return int(pools_.size()); }
   Figures figures() const;
+  std::vector<BlockView> block_views(int group) const;
+  int64_t last_step() const { return int64_t(last_step_); }
   PrefixIndex& index() { return index_; }
   Status verify() const;
 

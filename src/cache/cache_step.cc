@@ -45,6 +45,7 @@ Result<std::vector<CacheCore::Sequence*>> CacheCore::begin_step(std::span<const 
     return refused;
   }
   last_step_ = out.step = step;
+  for (const auto& pool : pools_) pool->set_step(int64_t(step));
   return sequences;
 }
 

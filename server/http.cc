@@ -1,0 +1,484 @@
+#include "server/http.h"
+
+#include <sys/resource.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <atomic>
+#include <array>
+#include <boost/asio/as_tuple.hpp>
+#include <boost/asio/awaitable.hpp>
+#include <boost/asio/co_spawn.hpp>
+#include <boost/asio/detached.hpp>
+#include <boost/asio/experimental/awaitable_operators.hpp>
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/ip/tcp.hpp>
+#include <boost/asio/signal_set.hpp>
+#include <boost/asio/steady_timer.hpp>
+#include <boost/asio/thread_pool.hpp>
+#include <boost/asio/use_awaitable.hpp>
+#include <boost/beast/core.hpp>
+#include <boost/beast/http.hpp>
+#include <cctype>
+#include <chrono>
+#include <mutex>
+#include <optional>
+#include <unordered_set>
+
+#include "pagedkv/log.h"
+
+namespace pagedkv::server {
+namespace {
+
+namespace asio = boost::asio;
+namespace beast = boost::beast;
+namespace http = beast::http;
+using asio::use_awaitable;
+using asio::ip::tcp;
+using boost::system::error_code;
+using namespace asio::experimental::awaitable_operators;  // NOLINT: `a || b` on awaitables
+
+constexpr int kWorkers = 2;  // threads that parse and tokenize
+constexpr auto kPeekAgain = std::chrono::seconds(1);
+
+// Errors as values: what a client does is no exception.
+constexpr auto kTuple = asio::as_tuple(use_awaitable);
+
+std::chrono::steady_clock::duration duration(double seconds) {
+  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+const char* reason(int status) {
+  const auto text = http::obsolete_reason(static_cast<http::status>(status));
+  return text.data();  // a literal
+}
+
+struct Counters {
+  std::atomic<int64_t> connections{0}, accepted{0}, refused{0}, bad{0}, gone{0}, slow{0};
+};
+
+// What an answer hands to its connection. Lives as long as either of the two.
+class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<ExchangeImpl> {
+ public:
+  ExchangeImpl(asio::io_context& io, HttpRequest request, int64_t send_buffer, bool keep_alive, bool head_only)
+      : io_(io),
+        request_(std::move(request)),
+        send_buffer_(send_buffer),
+        keep_alive_(keep_alive),
+        head_only_(head_only),
+        wake_(io, asio::steady_timer::time_point::max()) {}
+
+  const HttpRequest& request() const override { return request_; }
+
+  void reply(HttpReply reply) override {
+    const size_t length = reply.body.size();
+    std::string text = head(reply) + "Content-Length: " + std::to_string(length) + "\r\n\r\n";
+    if (!head_only_) text += reply.body;
+    push(std::move(text), true);
+  }
+  void begin(HttpReply first) override {
+    std::string text = head(first) + "Transfer-Encoding: chunked\r\n\r\n";
+    if (!first.body.empty()) text += chunk(first.body);
+    push(std::move(text), false);
+  }
+  void send(std::string piece) override {
+    if (!piece.empty()) push(chunk(piece), false);
+  }
+  void finish() override { push("0\r\n\r\n", true); }
+  void defer(std::function<void()> work) override { asio::post(io_, std::move(work)); }
+  void on_gone(std::function<void()> gone) override {
+    asio::post(io_, [self = shared_from_this(), gone = std::move(gone)]() mutable {
+      if (self->gone_) {
+        gone();
+      } else if (!self->complete_) {
+        self->on_gone_ = std::move(gone);
+      }
+    });
+  }
+
+  // --- the I/O thread --------------------------------------------------------------------------------------------
+  bool keep_alive() const { return keep_alive_; }
+  bool complete() const { return complete_ && outbox_.empty(); }
+  bool has_output() const { return !outbox_.empty(); }
+  bool overflowed() const { return overflowed_; }
+  // What to do when output piles up.
+  void set_cut_off(std::function<void()> cut_off) { cut_off_ = std::move(cut_off); }
+  std::string take_output() {
+    std::string out;
+    out.swap(outbox_);
+    return out;
+  }
+  // Waits until there is output or the answer is complete.
+  asio::awaitable<void> output() {
+    while (outbox_.empty() && !complete_ && !overflowed_) {
+      wake_.expires_at(asio::steady_timer::time_point::max());
+      co_await wake_.async_wait(kTuple);
+    }
+  }
+  void client_is_gone() {
+    gone_ = true;
+    outbox_.clear();
+    if (auto call = std::exchange(on_gone_, nullptr)) call();
+  }
+
+ private:
+  std::string head(const HttpReply& reply) const {
+    std::string text = "HTTP/1.1 " + std::to_string(reply.status) + " " + reason(reply.status) + "\r\n";
+    text += "Content-Type: " + reply.content_type + "\r\n";
+    for (const auto& [name, value] : reply.headers) text += name + ": " + value + "\r\n";
+    text += keep_alive_ ? "Connection: keep-alive\r\n" : "Connection: close\r\n";
+    return text;
+  }
+  static std::string chunk(const std::string& piece) {
+    char size[24];
+    std::snprintf(size, sizeof size, "%zx\r\n", piece.size());
+    return size + piece + "\r\n";
+  }
+  void push(std::string text, bool last) {
+    asio::post(io_, [self = shared_from_this(), text = std::move(text), last] {
+      if (self->gone_ || self->complete_ || self->overflowed_) return;
+      self->outbox_ += text;
+      self->complete_ = last;
+      if (last) self->on_gone_ = nullptr;
+      // A whole answer of any size is let through: it is there already. Pieces must not pile up.
+      self->overflowed_ = !last && std::ssize(self->outbox_) > self->send_buffer_;
+      if (self->overflowed_) {
+        self->outbox_.clear();
+        self->cut_off_();  // also a write that waits for the client
+      }
+      self->wake_.cancel();
+    });
+  }
+
+  asio::io_context& io_;
+  const HttpRequest request_;
+  const int64_t send_buffer_;
+  const bool keep_alive_, head_only_;
+  asio::steady_timer wake_;
+  std::string outbox_;
+  bool complete_ = false, gone_ = false, overflowed_ = false;
+  std::function<void()> on_gone_;
+  std::function<void()> cut_off_ = [] {};
+};
+
+class ServerImpl;
+
+class Connection : public std::enable_shared_from_this<Connection> {
+ public:
+  Connection(ServerImpl& server, tcp::socket socket) : server_(server), stream_(std::move(socket)) {}
+  asio::awaitable<void> serve();
+  void close() {
+    error_code ignored;
+    stream_.socket().close(ignored);  // NOLINT: closing twice is fine
+  }
+
+ private:
+  struct Received {
+    std::optional<HttpRequest> request;
+    bool keep_alive = false;
+    std::optional<HttpReply> refusal;  // the connection is closed after it
+  };
+  asio::awaitable<Received> receive();
+  asio::awaitable<bool> send(std::string text);
+  asio::awaitable<void> until_gone();
+  asio::awaitable<bool> answer(std::shared_ptr<ExchangeImpl> exchange);
+
+  ServerImpl& server_;
+  beast::tcp_stream stream_;
+  beast::flat_buffer buffer_;
+};
+
+class ServerImpl final : public HttpServer {
+ public:
+  ServerImpl(const HttpOptions& options, Handler handler)
+      : options_(options), handler_(std::move(handler)), io_(1), acceptor_(io_), workers_(kWorkers) {}
+  ~ServerImpl() override { workers_.join(); }
+
+  Status bind() {
+    error_code error;
+    const auto address = asio::ip::make_address(options_.host == "localhost" ? "127.0.0.1" : options_.host, error);
+    if (error) return invalid_argument("[http] host \"" + options_.host + "\" is no IP address");
+    const tcp::endpoint endpoint(address, static_cast<uint16_t>(options_.port));
+    acceptor_.open(endpoint.protocol(), error);
+    if (!error) acceptor_.set_option(asio::socket_base::reuse_address(true), error);
+    if (!error) acceptor_.bind(endpoint, error);
+    if (!error) acceptor_.listen(4096, error);
+    if (error) {
+      return Status(Code::kUnavailable, "[http] cannot listen on " + options_.host + ":" +
+                                            std::to_string(options_.port) + ": " + error.message());
+    }
+    rlimit files{};  // a connection is a file
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) {
+      files.rlim_cur = files.rlim_max;
+      setrlimit(RLIMIT_NOFILE, &files);
+    }
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < static_cast<rlim_t>(options_.max_connections) + 64) {
+      options_.max_connections = std::max<int64_t>(16, static_cast<int64_t>(files.rlim_cur) - 64);
+      notice("[http] at most " + std::to_string(options_.max_connections) + " connections: this process may open " +
+             std::to_string(files.rlim_cur) + " files (ulimit -n)");
+    }
+    return Status();
+  }
+
+  int port() const override { return acceptor_.local_endpoint().port(); }
+
+  void run(std::function<void(int)> on_signal) override {
+    asio::signal_set signals(io_, SIGINT, SIGTERM);
+    asio::co_spawn(io_, accept(), asio::detached);
+    asio::co_spawn(
+        io_,
+        [&]() -> asio::awaitable<void> {
+          for (int n = 1;; ++n) {
+            const auto [error, signal] = co_await signals.async_wait(kTuple);
+            if (error) co_return;
+            on_signal(n);
+          }
+        },
+        asio::detached);
+    auto keep = asio::make_work_guard(io_);
+    io_.run();
+    workers_.join();  // what they are at ends now: nothing of a request runs after this
+  }
+
+  void stop_accepting() override {
+    asio::post(io_, [this] {
+      error_code ignored;
+      acceptor_.close(ignored);  // NOLINT
+    });
+  }
+  void stop() override {
+    asio::post(io_, [this] {
+      const auto open = connections_;  // closing changes it
+      for (const auto& connection : open) connection->close();
+      io_.stop();
+    });
+  }
+  void after(double seconds, std::function<void()> work) override {
+    asio::post(io_, [this, seconds, work = std::move(work)]() mutable {
+      auto timer = std::make_shared<asio::steady_timer>(io_, duration(seconds));
+      timer->async_wait([timer, work = std::move(work)](error_code error) {
+        if (!error) work();
+      });
+    });
+  }
+  HttpFigures figures() const override {
+    return {.connections = counters_.connections,
+            .accepted = counters_.accepted,
+            .refused_connections = counters_.refused,
+            .bad_requests = counters_.bad,
+            .gone = counters_.gone,
+            .slow_readers = counters_.slow};
+  }
+
+  const HttpOptions& options() const { return options_; }
+  Counters& counters() { return counters_; }
+  asio::io_context& io() { return io_; }
+  void handle(std::shared_ptr<ExchangeImpl> exchange) {
+    asio::post(workers_, [this, exchange = std::move(exchange)] { handler_(exchange); });
+  }
+
+ private:
+  asio::awaitable<void> accept() {
+    for (;;) {
+      auto [error, socket] = co_await acceptor_.async_accept(kTuple);
+      if (error == asio::error::operation_aborted || !acceptor_.is_open()) co_return;
+      if (error) {  // out of files, or the client left already: not our end
+        asio::steady_timer pause(io_, std::chrono::milliseconds(50));
+        co_await pause.async_wait(kTuple);
+        continue;
+      }
+      ++counters_.accepted;
+      if (std::ssize(connections_) >= options_.max_connections) {
+        ++counters_.refused;
+        static constexpr std::string_view kBusy =
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n";
+        error_code ignored;
+        socket.non_blocking(true, ignored);                       // NOLINT
+        socket.write_some(asio::buffer(kBusy), ignored);          // NOLINT
+        continue;
+      }
+      error_code ignored;
+      socket.set_option(tcp::no_delay(true), ignored);  // NOLINT: tokens are to arrive one by one
+      auto connection = std::make_shared<Connection>(*this, std::move(socket));
+      connections_.insert(connection);
+      ++counters_.connections;
+      asio::co_spawn(io_, connection->serve(), [this, connection](const std::exception_ptr&) {
+        connections_.erase(connection);
+        --counters_.connections;
+      });
+    }
+  }
+
+  HttpOptions options_;
+  Handler handler_;
+  asio::io_context io_;
+  tcp::acceptor acceptor_;
+  asio::thread_pool workers_;
+  std::unordered_set<std::shared_ptr<Connection>> connections_;  // the I/O thread's
+  Counters counters_;
+};
+
+std::string lower(std::string_view text) {
+  std::string out(text);
+  std::transform(out.begin(), out.end(), out.begin(), [](unsigned char c) { return std::tolower(c); });
+  return out;
+}
+
+HttpReply refusal(int status, const std::string& message) {
+  std::string text;  // messages of ours: no character needs an escape
+  text = R"({"error":{"message":")" + message + R"(","type":"invalid_request_error","param":null,"code":null}})";
+  return {.status = status, .body = std::move(text)};
+}
+
+asio::awaitable<bool> Connection::send(std::string text) {
+  stream_.expires_after(duration(server_.options().write_seconds));
+  const auto [error, n] = co_await asio::async_write(stream_, asio::buffer(text), kTuple);
+  stream_.expires_never();
+  if (error == beast::error::timeout) ++server_.counters().slow;
+  co_return !error;
+}
+
+asio::awaitable<Connection::Received> Connection::receive() {
+  const HttpOptions& options = server_.options();
+  http::request_parser<http::string_body> parser;
+  parser.header_limit(static_cast<uint32_t>(options.max_header_bytes));
+  parser.body_limit(static_cast<uint64_t>(options.max_body_bytes));
+  if (buffer_.size() == 0) {  // no time limit but idleness before the first byte
+    stream_.expires_after(duration(options.idle_seconds));
+    const auto [error, n] = co_await stream_.async_read_some(buffer_.prepare(4096), kTuple);
+    if (error) co_return Received{};
+    buffer_.commit(n);
+  }
+  Received out;
+  stream_.expires_after(duration(options.header_seconds));
+  {
+    const auto [error, n] = co_await http::async_read_header(stream_, buffer_, parser, kTuple);
+    if (error) {
+      if (error == http::error::header_limit)
+        out.refusal = refusal(431, "the header is longer than " + std::to_string(options.max_header_bytes) + " bytes");
+      else if (error == http::error::body_limit)
+        out.refusal = refusal(413, "the body is longer than " + std::to_string(options.max_body_bytes) + " bytes");
+      else if (error == beast::error::timeout)
+        ++server_.counters().bad;
+      else if (error.category() == http::make_error_code(http::error::bad_method).category() &&
+               error != http::error::end_of_stream && error != http::error::partial_message)
+        out.refusal = refusal(400, "this is not HTTP/1.1");
+      co_return out;
+    }
+  }
+  if (beast::iequals(parser.get()[http::field::expect], "100-continue") &&
+      !co_await send("HTTP/1.1 100 Continue\r\n\r\n"))
+    co_return out;
+  stream_.expires_after(duration(options.body_seconds));
+  {
+    const auto [error, n] = co_await http::async_read(stream_, buffer_, parser, kTuple);
+    if (error) {
+      if (error == http::error::body_limit)
+        out.refusal = refusal(413, "the body is longer than " + std::to_string(options.max_body_bytes) + " bytes");
+      else if (error == beast::error::timeout)
+        out.refusal = refusal(408, "the body took longer than the time allowed");
+      else if (error.category() == http::make_error_code(http::error::bad_method).category() &&
+               error != http::error::end_of_stream && error != http::error::partial_message)
+        out.refusal = refusal(400, "the body is not encoded as its header says");
+      co_return out;
+    }
+  }
+  stream_.expires_never();
+  auto message = parser.release();
+  HttpRequest request;
+  request.method = std::string(message.method_string());
+  const std::string target(message.target());
+  const size_t question = target.find('?');
+  request.path = target.substr(0, question);
+  if (question != std::string::npos) request.query = target.substr(question + 1);
+  for (const auto& field : message) request.headers.emplace_back(lower(field.name_string()), field.value());
+  request.body = std::move(message.body());
+  out.keep_alive = message.keep_alive();
+  out.request = std::move(request);
+  co_return out;
+}
+
+// Returns when the client closed its end. Bytes of a next request are left where they are.
+asio::awaitable<void> Connection::until_gone() {
+  for (;;) {
+    const auto [error] = co_await stream_.socket().async_wait(tcp::socket::wait_read, kTuple);
+    if (error) co_return;
+    char byte;
+    const ssize_t n = recv(stream_.socket().native_handle(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) co_return;
+    // A next request waits: from now on only a look now and then tells.
+    asio::steady_timer pause(server_.io(), kPeekAgain);
+    const auto [stopped] = co_await pause.async_wait(kTuple);
+    if (stopped) co_return;
+  }
+}
+
+// Sends what the answer gives. False: the connection is of no more use.
+asio::awaitable<bool> Connection::answer(std::shared_ptr<ExchangeImpl> exchange) {
+  exchange->set_cut_off([this] { close(); });  // as long as this runs, the connection lives
+  for (;;) {
+    if (exchange->overflowed()) co_return false;
+    if (exchange->has_output()) {
+      if (!co_await send(exchange->take_output())) co_return false;
+      continue;
+    }
+    if (exchange->complete()) co_return exchange->keep_alive();
+    const auto first = co_await (exchange->output() || until_gone());
+    if (first.index() == 1) co_return false;
+  }
+}
+
+asio::awaitable<void> Connection::serve() {
+  const auto self = shared_from_this();
+  for (;;) {
+    Received received = co_await receive();
+    if (received.refusal) {
+      ++server_.counters().bad;
+      auto exchange = std::make_shared<ExchangeImpl>(server_.io(), HttpRequest{}, 0, false, false);
+      exchange->reply(*received.refusal);
+      co_await exchange->output();
+      co_await send(exchange->take_output());
+      // The rest of what the client sends is read and dropped for a moment: else it might see a reset instead.
+      error_code ignored;
+      stream_.socket().shutdown(tcp::socket::shutdown_send, ignored);  // NOLINT
+      stream_.expires_after(std::chrono::seconds(1));
+      std::array<char, 4096> waste;
+      for (int64_t left = 1 << 20; left > 0;) {
+        const auto [error, n] = co_await stream_.async_read_some(asio::buffer(waste), kTuple);
+        if (error) break;
+        left -= static_cast<int64_t>(n);
+      }
+      break;
+    }
+    if (!received.request) break;
+    const bool head_only = received.request->method == "HEAD";
+    auto exchange = std::make_shared<ExchangeImpl>(server_.io(), std::move(*received.request),
+                                                   server_.options().send_buffer_bytes, received.keep_alive, head_only);
+    server_.handle(exchange);
+    const bool again = co_await answer(exchange);
+    exchange->set_cut_off([] {});
+    if (!exchange->complete()) {
+      ++server_.counters().gone;
+      if (exchange->overflowed()) ++server_.counters().slow;
+      exchange->client_is_gone();
+    }
+    if (!again) break;
+  }
+  close();
+}
+
+}  // namespace
+
+std::string_view HttpRequest::header(std::string_view lower_case_name) const {
+  for (const auto& [name, value] : headers)
+    if (name == lower_case_name) return value;
+  return {};
+}
+
+Result<std::unique_ptr<HttpServer>> HttpServer::bind(const HttpOptions& options, Handler handler) {
+  auto server = std::make_unique<ServerImpl>(options, std::move(handler));
+  if (Status status = server->bind(); !status.ok()) return status;
+  return std::unique_ptr<HttpServer>(std::move(server));
+}
+
+}  // namespace pagedkv::server

@@ -1,0 +1,85 @@
+// The endpoints: what each answers, and who may ask.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "engine/scheduler.h"
+#include "server/api_error.h"
+#include "server/completion_request.h"
+#include "server/http.h"
+#include "server/json_body.h"
+#include "server/server.h"
+
+namespace pagedkv::server {
+
+class CompletionJob;
+
+// handle(): any thread, several at once. The rest: the thread that runs the server.
+class Service {
+ public:
+  explicit Service(const ServerOptions& options);
+  void handle(const std::shared_ptr<Exchange>& exchange);
+
+  // What /health says until the model is there.
+  void show_progress(double fraction) { progress_.store(fraction); }
+  // From here on requests are served. All must outlive the service's last request.
+  void open(engine::StepModel& model, engine::Scheduler& scheduler, const HttpServer& http);
+  void fail(const Status& why);  // the model cannot be loaded
+  void drain();                  // no new completions
+  bool draining() const { return draining_.load(); }
+
+ private:
+  friend class CompletionJob;
+  using Handler = void (Service::*)(const std::shared_ptr<Exchange>&);
+  struct Route {
+    const char* method;
+    const char* path;
+    Handler handler;
+    bool open = false;  // without a key
+  };
+  static const Route kRoutes[];
+
+  void complete(const std::shared_ptr<Exchange>& exchange, Endpoint endpoint);
+  void chat(const std::shared_ptr<Exchange>& exchange) { complete(exchange, Endpoint::kChat); }
+  void completions(const std::shared_ptr<Exchange>& exchange) { complete(exchange, Endpoint::kCompletions); }
+  void models(const std::shared_ptr<Exchange>& exchange);
+  void model(const std::shared_ptr<Exchange>& exchange, const std::string& name);
+  void tokenize(const std::shared_ptr<Exchange>& exchange);
+  void detokenize(const std::shared_ptr<Exchange>& exchange);
+  void health(const std::shared_ptr<Exchange>& exchange);
+  void metrics(const std::shared_ptr<Exchange>& exchange);
+  void stats(const std::shared_ptr<Exchange>& exchange);
+  void page(const std::shared_ptr<Exchange>& exchange);
+
+  void reply(const std::shared_ptr<Exchange>& exchange, HttpReply reply);
+  bool has_key(const HttpRequest& request) const;
+  bool is_foreign_page(const HttpRequest& request) const;
+  ApiError not_ready() const;  // status 0: it is ready
+  void count_reply(const std::string& path, int status);
+  void log(const OrderedJson& fields) const;
+  void remember(OrderedJson request);
+
+  const ServerOptions options_;
+  const int64_t created_;
+  std::atomic<double> progress_{0};
+  std::atomic<bool> ready_{false}, draining_{false};
+  // Set before ready_, then constant.
+  engine::StepModel* model_ = nullptr;
+  engine::Scheduler* scheduler_ = nullptr;
+  const HttpServer* http_ = nullptr;
+  RequestLimits limits_;
+  std::string isa_, kv_quant_;
+
+  mutable std::mutex mutex_;
+  Status failed_;
+  std::map<std::pair<std::string, int>, int64_t> replies_;
+  std::deque<OrderedJson> recent_;  // the last completions, newest first
+  std::atomic<uint64_t> last_id_{0};
+};
+
+}  // namespace pagedkv::server

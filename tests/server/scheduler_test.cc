@@ -1,0 +1,394 @@
+// The scheduler on a model whose answers depend on what is really in the blocks.
+#include "engine/scheduler.h"
+
+#include <gtest/gtest.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <random>
+
+#include "tests/server/scripted_model.h"
+
+namespace pagedkv::engine {
+namespace {
+
+class Collector : public RequestSink {
+ public:
+  void on_delta(Delta delta) override {
+    const std::lock_guard lock(mutex_);
+    if (std::ssize(texts_) <= delta.choice) texts_.resize(static_cast<size_t>(delta.choice) + 1);
+    texts_[static_cast<size_t>(delta.choice)] += delta.text;
+    if (delta.finish) finishes_.push_back(*delta.finish);
+    scored_ += std::ssize(delta.tokens);
+    changed_.notify_all();
+  }
+  void on_end(const Status& status, const Usage& usage) override {
+    const std::lock_guard lock(mutex_);
+    status_ = status;
+    usage_ = usage;
+    ended_ = true;
+    changed_.notify_all();
+  }
+  // The text of choice 0 once all is over.
+  std::string text() {
+    wait();
+    return texts_.empty() ? "" : texts_[0];
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    ASSERT_TRUE(changed_.wait_for(lock, std::chrono::seconds(60), [&] { return ended_; }));
+  }
+  void wait_for_text(size_t n) {
+    std::unique_lock lock(mutex_);
+    ASSERT_TRUE(changed_.wait_for(lock, std::chrono::seconds(60),
+                                  [&] { return ended_ || (!texts_.empty() && texts_[0].size() >= n); }));
+  }
+  bool ended() {
+    const std::lock_guard lock(mutex_);
+    return ended_;
+  }
+  // After wait().
+  const std::vector<std::string>& texts() const { return texts_; }
+  const std::vector<FinishReason>& finishes() const { return finishes_; }
+  const Status& status() const { return status_; }
+  const Usage& usage() const { return usage_; }
+  int64_t scored() const { return scored_; }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::string> texts_;
+  std::vector<FinishReason> finishes_;
+  int64_t scored_ = 0;
+  bool ended_ = false;
+  Status status_;
+  Usage usage_;
+};
+
+std::vector<int32_t> prompt_of(const std::string& text) { return *ScriptedText().tokenize(text, true, true); }
+
+ServeRequest request_of(const std::string& prompt, int64_t max_tokens = -1, int64_t n = 1) {
+  ServeRequest request;
+  request.prompt = prompt_of(prompt);
+  request.answer.max_tokens = Tokens(max_tokens);
+  request.n = n;
+  return request;
+}
+
+struct World {
+  explicit World(const ScriptedOptions& model_options = {}, SchedulerOptions options = {})
+      : model(ScriptedModel::make(model_options)), scheduler(Scheduler::start(*model, options).value()) {}
+  ~World() {
+    model->hurry = true;
+    scheduler->stop();
+    EXPECT_TRUE(model->cache().verify().ok());
+  }
+  std::shared_ptr<Collector> ask(const std::string& text, int64_t max_tokens, int64_t n = 1,
+                                 const std::string& name_space = "") {
+    auto sink = std::make_shared<Collector>();
+    ServeRequest request = request_of(text, max_tokens, n);
+    request.name_space = name_space;
+    auto id = scheduler->submit(std::move(request), sink);
+    EXPECT_TRUE(id.ok()) << id.status().message();
+    if (id.ok()) last = *id;
+    ++asked;
+    return sink;
+  }
+  // Figures once nothing runs any more.
+  SchedulerStats idle() {
+    for (int i = 0; i < 6000; ++i) {
+      const SchedulerStats s = scheduler->stats();
+      if (scheduler->open_requests() == 0 && s.requests >= asked && s.running == 0 && s.waiting == 0 &&
+          s.finished_stop + s.finished_length + s.cancelled + s.failed == s.requests)
+        return s;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    ADD_FAILURE() << "requests are left";
+    return scheduler->stats();
+  }
+  void expect_no_block_is_held() {
+    const SchedulerStats s = idle();
+    EXPECT_EQ(s.cache.blocks_open + s.cache.blocks_full + s.cache.blocks_shared, 0);
+    EXPECT_EQ(s.cache.blocks_free + s.cache.blocks_cached, s.cache.blocks_total);
+    EXPECT_EQ(s.cache.sequences, 0);
+  }
+
+  std::unique_ptr<ScriptedModel> model;
+  std::unique_ptr<Scheduler> scheduler;
+  RequestId last{};
+  int64_t asked = 0;
+};
+
+std::string expected(const std::string& prompt, int64_t n) { return ScriptedModel::answer(prompt_of(prompt), n); }
+
+TEST(Scheduler, AnswersOfABatchAreThoseOfEachAlone) {
+  World world;
+  std::vector<std::shared_ptr<Collector>> sinks;
+  for (int i = 0; i < 12; ++i) sinks.push_back(world.ask("prompt number " + std::to_string(i * i), 20 + i));
+  for (int i = 0; i < 12; ++i)
+    EXPECT_EQ(sinks[static_cast<size_t>(i)]->text(), expected("prompt number " + std::to_string(i * i), 20 + i));
+  world.expect_no_block_is_held();
+}
+
+TEST(Scheduler, AnEndTokenIsStopAndTheLimitIsLength) {
+  World world;
+  auto stop = world.ask("say:hello", 100), length = world.ask("say:hello", 3);
+  EXPECT_EQ(stop->text(), "hello");
+  EXPECT_EQ(stop->finishes(), std::vector{FinishReason::kStop});
+  EXPECT_EQ(stop->usage().completion_tokens, 5);
+  EXPECT_EQ(length->text(), "hel");
+  EXPECT_EQ(length->finishes(), std::vector{FinishReason::kLength});
+}
+
+TEST(Scheduler, AFullPoolPreemptsAndEveryAnswerIsStillRight) {  // O-CONC-09
+  World world({.block_size = 4, .num_blocks = 8, .context = 32}, {.max_num_seqs = 3, .growth = Tokens(0)});
+  std::vector<std::shared_ptr<Collector>> sinks;
+  for (const char* prompt : {"abcdefg", "hijklmn", "opqrstu"}) sinks.push_back(world.ask(prompt, 12));
+  int64_t preemptions = 0;
+  for (size_t i = 0; i < 3; ++i) {
+    const std::string prompt(std::array{"abcdefg", "hijklmn", "opqrstu"}[i]);
+    EXPECT_EQ(sinks[i]->text(), expected(prompt, 12));
+    EXPECT_EQ(sinks[i]->usage().prompt_tokens, 8);
+    EXPECT_EQ(sinks[i]->usage().completion_tokens, 12);
+    preemptions += sinks[i]->usage().preemptions;
+  }
+  EXPECT_GT(preemptions, 0);
+  world.expect_no_block_is_held();
+}
+
+TEST(Scheduler, APoolMuchTooSmallForTheLoadServesEverybody) {
+  World world({.block_size = 4, .num_blocks = 12, .context = 48}, {.max_num_seqs = 16, .max_queue = 128});
+  std::vector<std::shared_ptr<Collector>> sinks;
+  std::vector<std::string> prompts;
+  for (int i = 0; i < 60; ++i) prompts.push_back("load " + std::to_string(i * 7919));
+  for (const std::string& prompt : prompts) sinks.push_back(world.ask(prompt, 24));
+  for (size_t i = 0; i < sinks.size(); ++i) EXPECT_EQ(sinks[i]->text(), expected(prompts[i], 24));
+  world.expect_no_block_is_held();
+}
+
+TEST(Scheduler, SeveralChoicesShareThePromptAndAllEnd) {
+  World world;
+  auto sink = world.ask("a prompt of more than a block or two of tokens", 8, 4);
+  sink->wait();
+  ASSERT_EQ(sink->texts().size(), 4u);
+  for (const std::string& text : sink->texts())
+    EXPECT_EQ(text, expected("a prompt of more than a block or two of tokens", 8));
+  EXPECT_EQ(sink->usage().prompt_tokens, 47);
+  EXPECT_EQ(sink->usage().completion_tokens, 32);
+  EXPECT_EQ(world.idle().prompt_tokens_computed, 47);  // once
+}
+
+TEST(Scheduler, ChoicesOfAPreemptedRequestAreRight) {
+  World world({.block_size = 4, .num_blocks = 10, .context = 40}, {.max_num_seqs = 6, .growth = Tokens(0)});
+  auto a = world.ask("first prompt", 20, 3), b = world.ask("second one", 20, 3);
+  for (const auto& [sink, prompt] : {std::pair{a, "first prompt"}, std::pair{b, "second one"}}) {
+    sink->wait();
+    ASSERT_TRUE(sink->status().ok()) << sink->status().message();
+    ASSERT_EQ(sink->texts().size(), 3u);
+    for (const std::string& text : sink->texts()) EXPECT_EQ(text, expected(prompt, 20));
+  }
+  EXPECT_GT(world.idle().preemptions, 0);
+}
+
+TEST(Scheduler, ACommonPrefixOfRequestsAtOneMomentIsComputedOnce) {
+  const std::string common(160, 'p');
+  World world({.num_blocks = 256, .token_seconds = 0.0002}, {.max_num_seqs = 8});
+  std::vector<std::shared_ptr<Collector>> sinks;
+  for (int i = 0; i < 8; ++i) sinks.push_back(world.ask(common + std::to_string(i), 4));
+  for (int i = 0; i < 8; ++i)
+    EXPECT_EQ(sinks[static_cast<size_t>(i)]->text(), expected(common + std::to_string(i), 4));
+  const SchedulerStats s = world.idle();
+  EXPECT_LE(s.prompt_tokens_computed, 160 + 8 * 16);
+  EXPECT_GE(s.prompt_tokens_cached, 7 * 160);
+}
+
+TEST(Scheduler, ARepeatedPromptComputesOneBlockAndATokenAtMost) {
+  World world({.num_blocks = 256});
+  const std::string prompt(300, 'q');
+  EXPECT_EQ(world.ask(prompt, 3)->text(), expected(prompt, 3));
+  const int64_t before = world.idle().prompt_tokens_computed;
+  auto again = world.ask(prompt, 3);
+  EXPECT_EQ(again->text(), expected(prompt, 3));
+  EXPECT_GE(again->usage().cached_tokens, 301 - 17);
+  EXPECT_LE(world.idle().prompt_tokens_computed - before, 17);
+}
+
+TEST(Scheduler, NamespacesShareNothing) {
+  World world;
+  const std::string prompt(100, 'n');
+  world.ask(prompt, 2, 1, "a")->wait();
+  auto other = world.ask(prompt, 2, 1, "b");
+  EXPECT_EQ(other->text(), expected(prompt, 2));
+  EXPECT_EQ(other->usage().cached_tokens, 0);
+}
+
+TEST(Scheduler, CancellingARunningRequestFreesItsBlocksAtOnce) {  // O-CONC-01, -04
+  World world({.context = 400, .step_seconds = 0.002});
+  for (const int64_t n : {1, 3}) {
+    auto sink = world.ask("goes on and on", -1, n);
+    sink->wait_for_text(5);
+    world.scheduler->cancel(world.last);
+    sink->wait();
+    EXPECT_TRUE(sink->status().ok());
+    EXPECT_TRUE(sink->finishes().empty());
+    world.expect_no_block_is_held();
+  }
+  EXPECT_EQ(world.idle().cancelled, 2);
+}
+
+TEST(Scheduler, CancellingDuringPrefillStopsIt) {  // O-CONC-02
+  World world({.num_blocks = 256, .context = 2048, .token_seconds = 0.001},
+              {.max_num_seqs = 4, .max_num_batched_tokens = Tokens(64)});
+  auto sink = world.ask(std::string(1990, 'z'), 4);
+  while (world.model->tokens == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  world.scheduler->cancel(world.last);
+  sink->wait();
+  EXPECT_LT(world.model->tokens, 1000);
+  world.expect_no_block_is_held();
+}
+
+TEST(Scheduler, CancellingAQueuedRequestLeavesTheRunningOneAlone) {  // O-CONC-03
+  World world({.context = 400, .step_seconds = 0.001}, {.max_num_seqs = 1});
+  auto first = world.ask("the one that runs", 200), second = world.ask("the one that waits", 10);
+  world.scheduler->cancel(world.last);
+  second->wait();
+  EXPECT_EQ(second->usage().completion_tokens, 0);
+  EXPECT_EQ(first->text(), expected("the one that runs", 200));
+  EXPECT_EQ(world.idle().waiting, 0);
+}
+
+TEST(Scheduler, AFullQueueRefusesAndNothingElseIsHurt) {  // O-CONC-06
+  World world({.step_seconds = 0.01}, {.max_num_seqs = 1, .max_queue = 4});
+  std::vector<std::shared_ptr<Collector>> accepted;
+  int refused = 0;
+  for (int i = 0; i < 10; ++i) {
+    auto sink = std::make_shared<Collector>();
+    auto id = world.scheduler->submit(request_of("q" + std::to_string(i), 3), sink);
+    if (id.ok()) {
+      accepted.push_back(sink);
+    } else {
+      EXPECT_EQ(id.status().code(), Code::kCapacity);
+      ++refused;
+    }
+  }
+  EXPECT_EQ(accepted.size(), 5u);
+  EXPECT_EQ(refused, 5);
+  for (size_t i = 0; i < accepted.size(); ++i) EXPECT_EQ(accepted[i]->text(), expected("q" + std::to_string(i), 3));
+  EXPECT_EQ(world.idle().refused, 5);
+}
+
+TEST(Scheduler, APromptThatCannotFitIsRefusedAndTheNextIsServed) {  // O-CONC-07
+  World world({.block_size = 4, .num_blocks = 10, .context = 40});
+  const auto refused = world.scheduler->submit(request_of(std::string(49, 'b')), std::make_shared<Collector>());
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.status().code(), Code::kInvalidArgument);
+  EXPECT_NE(refused.status().message().find("50"), std::string::npos);
+  EXPECT_NE(refused.status().message().find("40"), std::string::npos);
+  EXPECT_EQ(world.ask("abc", 4)->text(), expected("abc", 4));
+}
+
+TEST(Scheduler, LargeRequestsAreNotPassedForEver) {
+  World world({.block_size = 4, .num_blocks = 32, .context = 128, .step_seconds = 0.001},
+              {.max_num_seqs = 8, .max_queue = 1000, .growth = Tokens(4)});
+  auto running = world.ask("runs first", 60);
+  running->wait_for_text(2);
+  auto large = world.ask(std::string(90, 'L'), 10);
+  std::vector<std::shared_ptr<Collector>> small;
+  for (int i = 0; i < 60; ++i) small.push_back(world.ask("s" + std::to_string(i), 12));
+  large->wait();
+  size_t ended = 0;
+  for (const auto& sink : small) ended += sink->ended();
+  EXPECT_LT(ended, 30u);  // it had its turn before most of what came later
+  for (size_t i = 0; i < small.size(); ++i) EXPECT_EQ(small[i]->text(), expected("s" + std::to_string(i), 12));
+}
+
+TEST(Scheduler, LongPromptsDoNotStopAnswers) {
+  World world({.num_blocks = 512, .context = 4096, .token_seconds = 0.0005},
+              {.max_num_seqs = 4, .max_num_batched_tokens = Tokens(512), .max_step_seconds = 0.03});
+  auto answer = world.ask("short", 200);
+  answer->wait_for_text(20);
+  auto prompt = world.ask(std::string(3000, 'x'), 2);
+  prompt->wait();
+  answer->wait();
+  const Histogram gaps = world.idle().between_tokens_seconds;
+  int64_t slow = 0;  // longer than 0.2 s; whole chunks would take 0.26
+  for (size_t i = 0; i < gaps.counts.size(); ++i)
+    if (i >= gaps.bounds.size() || gaps.bounds[i] > 0.2) slow += gaps.counts[i];
+  EXPECT_LE(slow, 2);  // the first chunk, before its cost is known
+}
+
+TEST(Scheduler, LogProbabilitiesComeWithEachToken) {
+  World world;
+  auto sink = std::make_shared<Collector>();
+  ServeRequest request = request_of("say:four");
+  request.top_logprobs = 5;
+  ASSERT_TRUE(world.scheduler->submit(std::move(request), sink).ok());
+  EXPECT_EQ(sink->text(), "four");
+  EXPECT_EQ(sink->scored(), 4);
+}
+
+TEST(Scheduler, ACrashOfTheEngineEndsEveryRequestAndIsTold) {  // O-MET-06
+  World world({.step_seconds = 0.001});
+  auto sink = world.ask("runs", -1);
+  sink->wait_for_text(3);
+  auto crash = world.ask("crash:", 5);
+  crash->wait();
+  sink->wait();
+  EXPECT_EQ(crash->status().code(), Code::kInternal);
+  EXPECT_FALSE(sink->status().ok());
+  EXPECT_FALSE(world.scheduler->health().ok());
+  const auto late = world.scheduler->submit(request_of("x"), std::make_shared<Collector>());
+  EXPECT_EQ(late.status().code(), Code::kUnavailable);
+}
+
+TEST(Scheduler, StopEndsWhatRunsAndWhatWaits) {
+  World world({.step_seconds = 0.001}, {.max_num_seqs = 1});
+  auto running = world.ask("runs", -1), waiting = world.ask("waits", -1);
+  running->wait_for_text(2);
+  world.scheduler->stop();
+  running->wait();
+  waiting->wait();
+  EXPECT_EQ(running->status().code(), Code::kUnavailable);
+  EXPECT_EQ(waiting->status().code(), Code::kUnavailable);
+}
+
+TEST(Scheduler, RandomCancelsLeaveNothingBehind) {  // O-MET-03, -04, O-CONC-05 without a disk
+  World world({.block_size = 4, .num_blocks = 40, .context = 120}, {.max_num_seqs = 6, .max_queue = 1000});
+  std::mt19937 random(11);
+  std::vector<std::pair<RequestId, std::shared_ptr<Collector>>> open;
+  for (int i = 0; i < 400; ++i) {
+    auto sink = world.ask(std::string(random() % 40 + 1, static_cast<char>('a' + random() % 3)),
+                          static_cast<int64_t>(random() % 40 + 1), static_cast<int64_t>(random() % 3 + 1));
+    open.emplace_back(world.last, sink);
+    if (random() % 2 == 0) world.scheduler->cancel(open[random() % open.size()].first);
+    if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
+  }
+  for (auto& [id, sink] : open) sink->wait();
+  world.expect_no_block_is_held();
+  const SchedulerStats s = world.idle();
+  EXPECT_EQ(s.finished_stop + s.finished_length + s.cancelled, 400);
+  EXPECT_EQ(s.failed, 0);
+}
+
+TEST(Scheduler, RequestsFromSeveralThreadsAreServed) {
+  World world({}, {.max_queue = 1000});
+  std::vector<std::thread> threads;
+  std::atomic<int> right{0};
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 20; ++i) {
+        const std::string prompt = "t" + std::to_string(t) + " i" + std::to_string(i);
+        auto sink = std::make_shared<Collector>();
+        const auto id = world.scheduler->submit(request_of(prompt, 6), sink);
+        if (i % 5 == 4) world.scheduler->cancel(*id);
+        static_cast<void>(world.scheduler->stats(true));
+        right += sink->text() == expected(prompt, 6) || i % 5 == 4;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(right, 80);
+}
+
+}  // namespace
+}  // namespace pagedkv::engine

@@ -1,0 +1,125 @@
+"""Starts servers for tests, and talks to them below any client library."""
+import contextlib
+import http.client
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+
+
+class Served:
+    """A server process. `args`: of the scripted server; `command`: another one, whose URL line is looked for."""
+
+    def __init__(self, command=None, **args):
+        self.scripted = command is None
+        command = command or [os.environ["PAGEDKV_SCRIPTED_SERVER"], *(f"{k}={v}" for k, v in args.items())]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.log = []
+        self.port = None
+        self.reader = threading.Thread(target=self._read_log, daemon=True)
+        self.reader.start()
+        if self.scripted:
+            self.port = int(self.process.stdout.readline())
+        else:
+            until = time.time() + 120
+            while self.port is None and time.time() < until and self.process.poll() is None:
+                time.sleep(0.05)
+            if self.port is None:
+                raise RuntimeError("".join(self.log))
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def _read_log(self):
+        for line in self.process.stderr:
+            self.log.append(line)
+            if not self.scripted and " URL " in line:
+                self.port = int(line.split("://")[1].split()[0].rsplit(":", 1)[1])
+
+    def __enter__(self):
+        if self.scripted:
+            self.wait_ready()
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.reader.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+    def wait_ready(self, seconds=30):
+        until = time.time() + seconds
+        while time.time() < until:
+            if self.get("/health")[0] == 200:
+                return
+            time.sleep(0.02)
+        raise RuntimeError("the server is not ready")
+
+    def request(self, method, path, body=None, headers=None, timeout=60):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        if isinstance(body, (dict, list)):
+            body = json.dumps(body)
+        if isinstance(body, str):
+            body = body.encode("utf-8", "surrogatepass")
+        connection.request(method, path, body, headers or {})
+        answer = connection.getresponse()
+        text = answer.read()
+        connection.close()
+        return answer.status, dict(answer.getheaders()), text
+
+    def get(self, path, **kwargs):
+        status, _, text = self.request("GET", path, **kwargs)
+        return status, (json.loads(text) if text[:1] == b"{" else text.decode())
+
+    def post(self, path, body, **kwargs):
+        status, _, text = self.request("POST", path, body, **kwargs)
+        return status, json.loads(text)
+
+    def chat(self, content, **fields):
+        return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **fields})
+
+    def stats(self):
+        return self.get("/stats")[1]
+
+    def idle(self, seconds=10):
+        """Stats once nothing runs or waits and no block is held."""
+        until = time.time() + seconds
+        while time.time() < until:
+            s = self.stats()
+            c = s["cache"]
+            if (s["scheduler"]["running"] == s["scheduler"]["waiting"] == 0
+                    and c["blocks_open"] + c["blocks_full"] + c["blocks_shared"] == 0):
+                return s
+            time.sleep(0.02)
+        raise AssertionError(f"not idle: {self.stats()}")
+
+    def rss(self):
+        with open(f"/proc/{self.process.pid}/statm", encoding="ascii") as f:
+            return int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    def stop(self, timeout=30):
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+
+def stream_socket(server, body, path="/v1/chat/completions"):
+    """A raw socket on which a streamed request has been sent; the server closes it, or the process's end."""
+    data = json.dumps({"stream": True, **body}).encode()
+    sock = socket.create_connection(("127.0.0.1", server.port))
+    sock.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+                 % (path.encode(), len(data), data))
+    return sock
+
+
+def user(content):
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def events_of(text):
+    """The data of server-sent events."""
+    return [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
