@@ -1,7 +1,10 @@
 // Prefill and decode of a whole model, beside libllama on the same file.
 
 #include <algorithm>
+#include <atomic>
+#include <charconv>
 #include <chrono>
+#include <latch>
 #include <thread>
 
 #include "bench/bench.h"
@@ -9,6 +12,7 @@
 #include "bench/peer.h"
 #include "bench/table.h"
 #include "engine/engine.h"
+#include "engine/scheduler.h"
 
 namespace pagedkv::bench {
 namespace {
@@ -144,14 +148,111 @@ Status bench_prefill(engine::Engine& engine, LlamaPeer* peer, std::span<const in
   return ours.close();
 }
 
+// --- many sequences --------------------------------------------------------------------------------------------
+constexpr int64_t kBatchPrompt = 512, kBatchAnswer = 128;
+constexpr int kBatchRounds = 3;
+
+// "batch_32": 32. 0: another name.
+int64_t sequences_of(const std::string& name) {
+  if (!name.starts_with("batch_")) return 0;
+  int64_t n = 0;
+  const auto [end, error] = std::from_chars(name.data() + 6, name.data() + name.size(), n);
+  return error == std::errc() && end == name.data() + name.size() && n >= 1 && n <= 256 ? n : 0;
+}
+
+// Prompts that differ from their first block on, each of kBatchPrompt tokens.
+Result<std::vector<std::vector<int32_t>>> some_prompts(const engine::Text& text, int64_t n, int round) {
+  std::vector<std::vector<int32_t>> prompts;
+  for (int64_t i = 0; i < n; ++i) {
+    std::string words = "Letter " + std::to_string(round * 1000 + i) + ". ";
+    for (int64_t line = 0; std::ssize(words) < kBatchPrompt * 6; ++line)
+      words += "Item " + std::to_string((line * 7919 + i * 31) % 1000) + " was counted twice by clerk " +
+               std::to_string(i) + " before the evening came. ";
+    auto tokens = text.tokenize(words, true, false);
+    if (!tokens.ok()) return tokens.status();
+    tokens->resize(size_t(kBatchPrompt));
+    prompts.push_back(std::move(*tokens));
+  }
+  return prompts;
+}
+
+class CountEnds : public engine::RequestSink {
+ public:
+  explicit CountEnds(std::latch& ends, std::atomic<int64_t>& failed) : ends_(ends), failed_(failed) {}
+  void on_delta(engine::Delta) override {}
+  void on_end(const Status& status, const engine::Usage& usage) override {
+    if (!status.ok() || usage.completion_tokens != kBatchAnswer) ++failed_;
+    ends_.count_down();
+  }
+
+ private:
+  std::latch& ends_;
+  std::atomic<int64_t>& failed_;
+};
+
+// Seconds until all of `n` requests, 512 tokens in and 128 out, greedy, are answered.
+Result<Record> bench_batch(const BenchOptions& options, const std::string& name, int64_t n, Format format) {
+  const int64_t context = kBatchPrompt + kBatchAnswer + 16;
+  auto engine = engine::Engine::load({.model_path = options.model,
+                                      .context = Tokens(context),
+                                      .threads = options.threads,
+                                      .kv_formats = {format, format},
+                                      .query_path = options.query_path,
+                                      .max_sequences = n,
+                                      .reproducible = options.reproducible});
+  if (!engine.ok()) return engine.status();
+  std::unique_ptr<LlamaPeer> peer;
+  if (!options.peer.empty()) {
+    auto loaded = LlamaPeer::load(options.model, format, context, (*engine)->threads(), n);
+    if (!loaded.ok()) return loaded.status();
+    peer = std::move(*loaded);
+  }
+  std::vector<double> seconds, peer_seconds;
+  for (int round = 0; round < kBatchRounds; ++round) {
+    auto prompts = some_prompts((*engine)->text(), n, round);
+    if (!prompts.ok()) return prompts.status();
+    {
+      auto scheduler = engine::Scheduler::start(**engine, {.max_num_seqs = n, .max_step_seconds = 0});
+      if (!scheduler.ok()) return scheduler.status();
+      std::latch ends(n);
+      std::atomic<int64_t> failed{0};
+      const double begin = now_seconds();
+      for (const auto& prompt : *prompts) {
+        engine::ServeRequest request;
+        request.prompt = prompt;
+        request.answer.max_tokens = Tokens(kBatchAnswer);
+        request.answer.sampling.temperature = 0;
+        request.answer.ignore_end = true;
+        auto id = (*scheduler)->submit(std::move(request), std::make_shared<CountEnds>(ends, failed));
+        if (!id.ok()) return id.status();
+      }
+      ends.wait();
+      seconds.push_back(now_seconds() - begin);
+      if (failed != 0) return Status(Code::kInternal, "[bench] " + std::to_string(failed) + " requests failed");
+      (*engine)->cache().clear_cached();
+    }
+    if (!peer) continue;
+    std::this_thread::sleep_for(kPause);
+    const double begin = now_seconds();
+    if (!peer->answer(*prompts, kBatchAnswer)) return Status(Code::kInternal, "[bench] libllama failed");
+    peer_seconds.push_back(now_seconds() - begin);
+    std::this_thread::sleep_for(kPause);
+  }
+  Record r = record(name.c_str(), **engine, format, kBatchPrompt, seconds, peer_seconds);
+  r.batch = n;
+  r.isa = std::string((*engine)->cache().isa());
+  return r;
+}
+
 }  // namespace
 
 Result<std::vector<Record>> bench_model(const BenchOptions& options, std::ostream& table) {
   if (!options.peer.empty() && options.peer != "llama")
     return invalid_argument("[bench] peer \"" + options.peer + "\" is not one of the model cases' peers: llama");
   for (const std::string& name : options.cases)
-    if (name != "decode" && name != "prefill")
-      return invalid_argument("[bench] case \"" + name + "\" is none of the model cases: decode, prefill");
+    if (name != "decode" && name != "prefill" && sequences_of(name) == 0)
+      return invalid_argument("[bench] case \"" + name +
+                              "\" is none of the model cases: decode, prefill, batch_N (1 to 256 sequences)");
   const std::vector<int64_t> depths = options.depths.empty() ? std::vector<int64_t>{16} : options.depths;
   for (const int64_t depth : depths)
     if (depth < 0 || depth > 1 << 20)
@@ -163,6 +264,15 @@ Result<std::vector<Record>> bench_model(const BenchOptions& options, std::ostrea
   std::vector<Record> records;
   print_head(table);
   for (const Format format : formats) {
+    for (const std::string& name : options.cases) {
+      const int64_t sequences = sequences_of(name);
+      if (sequences == 0) continue;
+      auto made = bench_batch(options, name, sequences, format);
+      if (!made.ok()) return made.status();
+      records.push_back(*made);
+      print_row(table, records.back());
+    }
+    if (!wanted(options, "decode") && !wanted(options, "prefill")) continue;
     auto engine = engine::Engine::load({.model_path = options.model,
                                         .context = Tokens(deepest),
                                         .threads = options.threads,

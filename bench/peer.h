@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "pagedkv/format.h"
 #include "pagedkv/status.h"
@@ -28,13 +29,17 @@ std::function<void(int64_t calls)> ggml_attention(const AttentionShape& shape, F
 class LlamaPeer {
  public:
   // Null when libllama has no such cache format (q6). Errors: kCorrupt, kInvalidArgument.
+  // context: of each sequence.
   static Result<std::unique_ptr<LlamaPeer>> load(const std::string& model, Format format, int64_t context,
-                                                 int threads);
+                                                 int threads, int64_t sequences = 1);
   virtual ~LlamaPeer() = default;
   virtual void clear() = 0;
   // Feeds tokens of one sequence and waits for the logits of the last one. False on failure.
   virtual bool feed(std::span<const int32_t> tokens) = 0;
   virtual void truncate(int64_t length) = 0;
+  // Computes all prompts, one sequence each, and then so many tokens of every answer, all sequences in each step;
+  // greedy. False on failure.
+  virtual bool answer(std::span<const std::vector<int32_t>> prompts, int64_t n_tokens) = 0;
 };
 
 }  // namespace pagedkv::bench

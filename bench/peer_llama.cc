@@ -3,6 +3,8 @@
 #include <ggml-cpu.h>
 #include <llama.h>
 
+#include <algorithm>
+
 #include "bench/peer.h"
 
 namespace pagedkv::bench {
@@ -26,6 +28,45 @@ class Llama : public LlamaPeer {
     llama_synchronize(context);
     return llama_get_logits_ith(context, -1) != nullptr;
   }
+  bool answer(std::span<const std::vector<int32_t>> prompts, int64_t n_tokens) override {
+    clear();
+    const auto n = int32_t(prompts.size());
+    const int32_t vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    const auto best = [&](int32_t row) {
+      const float* logits = llama_get_logits_ith(context, row);
+      return llama_token(std::max_element(logits, logits + vocab) - logits);
+    };
+    llama_batch batch = llama_batch_init(std::max(512, n), 0, 1);
+    const auto add = [&](llama_token token, int64_t position, int32_t sequence, bool logits) {
+      const int32_t i = batch.n_tokens++;
+      batch.token[i] = token;
+      batch.pos[i] = llama_pos(position);
+      batch.n_seq_id[i] = 1;
+      batch.seq_id[i][0] = sequence;
+      batch.logits[i] = int8_t(logits);
+    };
+    std::vector<llama_token> next;
+    bool ok = true;
+    for (int32_t s = 0; ok && s < n; ++s) {
+      const auto& prompt = prompts[size_t(s)];
+      for (size_t at = 0; ok && at < prompt.size();) {
+        batch.n_tokens = 0;
+        for (; at < prompt.size() && batch.n_tokens < 512; ++at)
+          add(prompt[at], int64_t(at), s, at + 1 == prompt.size());
+        ok = llama_decode(context, batch) == 0;
+      }
+      if (ok) next.push_back(best(batch.n_tokens - 1));
+    }
+    for (int64_t step = 1; ok && step < n_tokens; ++step) {
+      batch.n_tokens = 0;
+      for (int32_t s = 0; s < n; ++s)
+        add(next[size_t(s)], int64_t(prompts[size_t(s)].size()) + step - 1, s, true);
+      ok = llama_decode(context, batch) == 0;
+      for (int32_t s = 0; ok && s < n; ++s) next[size_t(s)] = best(s);
+    }
+    llama_batch_free(batch);
+    return ok;
+  }
   void truncate(int64_t length) override { llama_memory_seq_rm(llama_get_memory(context), 0, int32_t(length), -1); }
 
   llama_model* model = nullptr;
@@ -36,7 +77,7 @@ class Llama : public LlamaPeer {
 }  // namespace
 
 Result<std::unique_ptr<LlamaPeer>> LlamaPeer::load(const std::string& path, Format format, int64_t n_context,
-                                                   int threads) {
+                                                   int threads, int64_t sequences) {
   ggml_type type;
   switch (format) {
     case Format::kF32:
@@ -64,7 +105,8 @@ Result<std::unique_ptr<LlamaPeer>> LlamaPeer::load(const std::string& path, Form
   peer->model = llama_model_load_from_file(path.c_str(), model_params);
   if (peer->model == nullptr) return Status(Code::kCorrupt, "[peer llama] the model does not load: " + path);
   llama_context_params params = llama_context_default_params();
-  params.n_ctx = uint32_t(n_context);
+  params.n_ctx = uint32_t(n_context * sequences);
+  params.n_seq_max = uint32_t(sequences);
   params.n_batch = params.n_ubatch = 512;
   params.n_threads = params.n_threads_batch = threads;
   params.type_k = params.type_v = type;

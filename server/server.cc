@@ -29,6 +29,8 @@ class Server {
     if (!loaded_.load()) std::_Exit(0);
     loader.join();
     if (scheduler_) scheduler_->stop();
+    // The last word on whether every block was given back: a server that lost one says so.
+    if (status_.ok() && model_) status_ = model_->cache().verify();
     return status_;
   }
 
