@@ -84,16 +84,127 @@ struct Block {
   int64_t head_begin, head_end;    // KV heads
   int64_t first_position;          // of token_begin in its sequence; negative: sees nothing
   int64_t head_rows;               // rows of one KV head
+  int64_t begin, end;              // keys that some row sees, inside the item's runs; none: begin >= end
+
+  int64_t heads() const { return head_end - head_begin; }
+  int64_t first_tile() const { return begin / kTile; }
+  int64_t n_tiles() const { return begin < end ? (end + kTile - 1) / kTile - first_tile() : 0; }
+};
+
+constexpr int64_t divide_up(int64_t a, int64_t b) { return a <= 0 ? 0 : (a + b - 1) / b; }
+
+// The blocks of one part in order. A part takes the (item, KV head) units that begin inside its share of the cost.
+class Blocks {
+ public:
+  Blocks(const AttendCall& call, Part part)
+      : call_(call),
+        begin_(call.total_cost * part.index / part.count),
+        end_(call.total_cost * (part.index + 1) / part.count) {
+    int64_t hi = call.n_items;  // item_: the first one that does not end before `begin_`
+    while (item_ < hi) {
+      const int64_t middle = (item_ + hi) / 2;
+      const WorkItem& item = call.items[middle];
+      if (item.cost_before + item.cost * call.layer.num_kv_heads <= begin_) {
+        item_ = middle + 1;
+      } else {
+        hi = middle;
+      }
+    }
+    enter_item();
+  }
+
+  bool next(Block& block) {
+    while (head_ >= head_end_) {
+      if (item_ >= call_.n_items) return false;
+      ++item_;
+      enter_item();
+    }
+    const WorkItem& item = call_.items[item_];
+    const int64_t new_begin = call_.batch.query_start_loc[item.sequence];
+    const int64_t n_new = call_.batch.query_start_loc[item.sequence + 1] - new_begin;
+    const int64_t length = call_.batch.seq_lens[item.sequence], window = call_.shape.sliding_window;
+    const int64_t group = call_.shape.num_q_heads / call_.layer.num_kv_heads;
+    const int64_t capacity = state_rows(call_.layer, call_.shape);
+    const int64_t tokens = min64(item.row_end - item.row_begin, max64(1, capacity / group));
+    const int64_t heads = max64(1, capacity / (tokens * group));
+    block = {.item = &item,
+             .token_begin = token_,
+             .token_end = min64(item.row_end, token_ + tokens),
+             .head_begin = head_,
+             .head_end = min64(head_end_, head_ + heads)};
+    block.first_position = length - n_new + block.token_begin - new_begin;
+    block.head_rows = (block.token_end - block.token_begin) * group;
+    const int64_t past = block.first_position + block.token_end - block.token_begin;
+    block.end = min64(min64(past, length), item.run_end * kRunTokens);
+    block.begin = item.run_begin * kRunTokens;
+    if (window > 0) block.begin = max64(block.begin, block.first_position - window + 1);
+    token_ = block.token_end;
+    if (token_ >= item.row_end) {
+      token_ = item.row_begin;
+      head_ = block.head_end;
+    }
+    return true;
+  }
+
+ private:
+  void enter_item() {
+    head_ = head_end_ = 0;
+    if (item_ >= call_.n_items || call_.items[item_].cost_before >= end_) {
+      item_ = call_.n_items;
+      return;
+    }
+    const WorkItem& item = call_.items[item_];
+    head_ = min64(call_.layer.num_kv_heads, divide_up(begin_ - item.cost_before, item.cost));
+    head_end_ = min64(call_.layer.num_kv_heads, divide_up(end_ - item.cost_before, item.cost));
+    token_ = item.row_begin;
+  }
+
+  const AttendCall& call_;
+  const int64_t begin_, end_;  // of the cost
+  int64_t item_ = 0;
+  int64_t head_ = 0, head_end_ = 0, token_ = 0;  // of the next block
+};
+
+// The tiles of a part's blocks in the order of work: tile by tile, each with all heads of its block.
+class Tiles {
+ public:
+  Tiles(const AttendCall& call, Part part) : call_(call), blocks_(call, part) {}
+
+  // Finds the rows of the next one.
+  bool next(Tile& tile) {
+    while (tile_ >= n_tiles_) {
+      if (!blocks_.next(block_)) return false;
+      tile_ = 0;
+      head_ = block_.head_begin;
+      n_tiles_ = block_.n_tiles();
+    }
+    const int64_t first = (block_.first_tile() + tile_) * kTile;
+    find_tile(call_.layer, call_.batch.block_tables + block_.item->sequence * call_.batch.max_blocks,
+              call_.batch.max_blocks, first, int(min64(kTile, block_.end - first)), head_, tile);
+    if (++head_ == block_.head_end) {
+      head_ = block_.head_begin;
+      ++tile_;
+    }
+    return true;
+  }
+
+ private:
+  const AttendCall& call_;
+  Blocks blocks_;
+  Block block_;
+  int64_t tile_ = 0, n_tiles_ = 0, head_ = 0;  // of the next one
 };
 
 class Attention {
  public:
-  Attention(const AttendCall& call, std::byte* base)
+  Attention(const AttendCall& call, Part part)
       : call_(call),
         k_(call.layer.k),
         v_(call.layer.v),
         group_(call.shape.num_q_heads / call.layer.num_kv_heads),
-        scratch_(call.layer, call.shape, base) {
+        scratch_(call.layer, call.shape, call.part_scratch + part.index * call.part_scratch_bytes),
+        blocks_(call, part),
+        to_come_(call, part) {
     k_bytes_ = packed_bytes(k_.format, k_.head_dim);
     v_bytes_ = packed_bytes(v_.format, v_.head_dim);
     k_adjacent_ = adjacent_rows(k_, k_bytes_);
@@ -104,69 +215,32 @@ class Attention {
     }
   }
 
-  // One item with KV heads [head_begin, head_end), in pieces that fit the scratch.
-  void work(const WorkItem& item, int64_t head_begin, int64_t head_end) {
-    const int64_t capacity = state_rows(call_.layer, call_.shape);
-    const int64_t n_new =
-        call_.batch.query_start_loc[item.sequence + 1] - call_.batch.query_start_loc[item.sequence];
-    const int64_t position_of_first = call_.batch.seq_lens[item.sequence] - n_new;
-    const int64_t tokens = min64(item.row_end - item.row_begin, max64(1, capacity / group_));
-    const int64_t heads = max64(1, capacity / (tokens * group_));
-    for (int64_t h = head_begin; h < head_end; h += heads) {
-      for (int64_t token = item.row_begin; token < item.row_end; token += tokens) {
-        const int64_t token_end = min64(item.row_end, token + tokens);
-        attend_block({.item = &item,
-                      .token_begin = token,
-                      .token_end = token_end,
-                      .head_begin = h,
-                      .head_end = min64(head_end, h + heads),
-                      .first_position = position_of_first + token - call_.batch.query_start_loc[item.sequence],
-                      .head_rows = (token_end - token) * group_});
-      }
+  void work() {
+    for (; found_ < kAhead && to_come_.next(tiles_[found_]); ++found_) {
     }
+    for (Block block; blocks_.next(block);) attend_block(block);
   }
 
  private:
   void attend_block(const Block& block) {
-    const int64_t n_rows = block.head_rows * (block.head_end - block.head_begin);
-    const int64_t length = call_.batch.seq_lens[block.item->sequence];
-    const int64_t last_position = block.first_position + (block.token_end - block.token_begin) - 1;
-    // What some row of the block sees, inside the item's runs.
-    const int64_t end = min64(min64(last_position + 1, length), block.item->run_end * kRunTokens);
-    int64_t begin = block.item->run_begin * kRunTokens;
-    if (call_.shape.sliding_window > 0) begin = max64(begin, block.first_position - call_.shape.sliding_window + 1);
-
+    const int64_t n_rows = block.head_rows * block.heads(), n_tiles = block.n_tiles();
     fetch_queries(block);
     for (int64_t i = 0; i < n_rows; ++i) scratch_.runs[i] = {-kInf, 0};
     bool folded = false;  // some run is in `total`
     fresh_run(n_rows);
-    if (begin < end) {
-      const int64_t first_tile = begin / kTile, n_tiles = (end + kTile - 1) / kTile - first_tile;
-      const int64_t heads = block.head_end - block.head_begin, n_steps = n_tiles * heads;
-      const auto find_step = [&](int64_t step) {
-        const int64_t first = (first_tile + step / heads) * kTile;
-        find_tile(call_.layer, call_.batch.block_tables + block.item->sequence * call_.batch.max_blocks,
-                  call_.batch.max_blocks, first, int(min64(kTile, end - first)), block.head_begin + step % heads,
-                  tiles_[step % (kAhead + 1)]);
-      };
-      for (int64_t step = 0; step < min64(kAhead, n_steps); ++step) find_step(step);
-      for (int64_t i = 0, step = 0; i < n_tiles; ++i) {
-        const int64_t first = (first_tile + i) * kTile;
-        if (i > 0 && first % kRunTokens == 0) {
-          close_run(n_rows, folded);
-          folded = true;
-          fresh_run(n_rows);
-        }
-        for (int64_t h = 0; h < heads; ++h, ++step) {
-          const Tile* ahead = nullptr;
-          if (step + kAhead < n_steps) {
-            find_step(step + kAhead);
-            ahead = &tiles_[(step + kAhead) % (kAhead + 1)];
-          }
-          Tile& tile = tiles_[step % (kAhead + 1)];
-          load_scales(call_.layer, tile);
-          attend_tile(block, h, first, tile, ahead);
-        }
+    for (int64_t i = 0; i < n_tiles; ++i) {
+      const int64_t first = (block.first_tile() + i) * kTile;
+      if (i > 0 && first % kRunTokens == 0) {
+        close_run(n_rows, folded);
+        folded = true;
+        fresh_run(n_rows);
+      }
+      for (int64_t h = 0; h < block.heads(); ++h) {
+        Tile& tile = tiles_[used_++ % kTiles];
+        Tile* ahead = &tiles_[found_ % kTiles];
+        to_come_.next(*ahead) ? void(++found_) : void(ahead = nullptr);
+        load_scales(call_.layer, tile);
+        attend_tile(block, h, first, tile, ahead);
       }
     }
     if (folded) close_run(n_rows, true);
@@ -469,10 +543,12 @@ class Attention {
   bool k_adjacent_, v_adjacent_;  // TileRows::adjacent
   const uint8_t* k_tile_[kTile];
   const uint8_t* v_tile_[kTile];
-  Tile tiles_[kAhead + 1];
+  static constexpr int64_t kTiles = kAhead + 1;
+  Blocks blocks_;
+  Tiles to_come_;
+  Tile tiles_[kTiles];
+  int64_t found_ = 0, used_ = 0;  // tiles so far
 };
-
-constexpr int64_t divide_up(int64_t a, int64_t b) { return a <= 0 ? 0 : (a + b - 1) / b; }
 
 }  // namespace
 
@@ -480,29 +556,7 @@ int64_t part_scratch_bytes(const LayerStore& layer, const AttendShape& shape) {
   return Scratch(layer, shape, nullptr).bytes;
 }
 
-// A part takes the (item, KV head) units that begin inside its share of the cost.
-void attend(const AttendCall& call, Part part) {
-  const int64_t heads = call.layer.num_kv_heads;
-  const int64_t begin = call.total_cost * part.index / part.count;
-  const int64_t end = call.total_cost * (part.index + 1) / part.count;
-  int64_t lo = 0, hi = call.n_items;  // the first item that does not end before `begin`
-  while (lo < hi) {
-    const int64_t middle = (lo + hi) / 2;
-    const WorkItem& item = call.items[middle];
-    if (item.cost_before + item.cost * heads <= begin) {
-      lo = middle + 1;
-    } else {
-      hi = middle;
-    }
-  }
-  Attention attention(call, call.part_scratch + part.index * call.part_scratch_bytes);
-  for (; lo < call.n_items && call.items[lo].cost_before < end; ++lo) {
-    const WorkItem& item = call.items[lo];
-    const int64_t head_begin = min64(heads, divide_up(begin - item.cost_before, item.cost));
-    const int64_t head_end = min64(heads, divide_up(end - item.cost_before, item.cost));
-    if (head_begin < head_end) attention.work(item, head_begin, head_end);
-  }
-}
+void attend(const AttendCall& call, Part part) { Attention(call, part).work(); }
 
 // Parts share the flat (row, query head) grid of all merge items.
 void merge(const AttendCall& call, Part part) {
