@@ -180,7 +180,8 @@ class Tiles {
     }
     const int64_t first = (block_.first_tile() + tile_) * kTile;
     find_tile(call_.layer, call_.batch.block_tables + block_.item->sequence * call_.batch.max_blocks,
-              call_.batch.max_blocks, first, int(min64(kTile, block_.end - first)), head_, tile);
+              call_.batch.max_blocks, first, int(max64(0, block_.begin - first)),
+              int(min64(kTile, block_.end - first)), head_, tile);
     if (++head_ == block_.head_end) {
       head_ = block_.head_begin;
       ++tile_;
@@ -290,7 +291,7 @@ class Attention {
   // Head h of the block (0-based) over the tile at position `first`.
   void attend_tile(const Block& block, int64_t h, int64_t first, const Tile& tile, const Tile* ahead) {
     const bool direct = block.head_rows <= kDirectRows;
-    if (!direct) lay_out_tile(block, first, tile);
+    if (!direct) lay_out_tile(tile);
     alignas(64) float s[kBlockRows * kTile];
     alignas(64) uint8_t codes[2 * WeightCodes::kPlane];
     float scales[kBlockRows], alpha[kBlockRows];
@@ -298,7 +299,7 @@ class Attention {
     int lo[kBlockRows], hi[kBlockRows];
     for (int64_t r = 0; r < block.head_rows; r += kBlockRows) {
       const int n = int(min64(kBlockRows, block.head_rows - r));
-      int begin = kTile, end = 0;
+      int first_seen = kTile, seen = 0;
       for (int i = 0; i < n; ++i) {
         const int64_t position = block.first_position + (r + i) / group_;
         hi[i] = int(max64(0, min64(tile.n, position + 1 - first)));
@@ -306,86 +307,82 @@ class Attention {
         if (call_.shape.sliding_window > 0) {
           lo[i] = int(min64(hi[i], max64(0, position - call_.shape.sliding_window + 1 - first)));
         }
-        if (lo[i] < begin) begin = lo[i];
-        if (end < hi[i]) end = hi[i];
+        if (lo[i] < first_seen) first_seen = lo[i];
+        if (seen < hi[i]) seen = hi[i];
       }
-      if (begin >= end) continue;
+      if (first_seen >= seen) continue;
+      const int end = places_before(seen);
       const int64_t row = h * block.head_rows + r;
       const Tile* fetched = direct && r == 0 ? ahead : nullptr;
-      score(tile, fetched, direct, row, n, begin, end, s);
+      score(tile, fetched, direct, row, n, end, s);
       if (call_.shape.v_codes) {
-        weigh<true>(tile, n, lo, hi, begin, end, s, scratch_.run + row, alpha, weights);
+        weigh<true>(tile, n, lo, hi, end, s, scratch_.run + row, alpha, weights);
       } else {
-        weigh<false>(tile, n, lo, hi, begin, end, s, scratch_.run + row, alpha, weights);
+        weigh<false>(tile, n, lo, hi, end, s, scratch_.run + row, alpha, weights);
       }
-      add_values(tile, fetched, direct, row, n, begin, end, s, weights, alpha);
+      add_values(tile, fetched, direct, row, n, end, s, weights, alpha);
     }
   }
 
   // s[i][t] = q . k for rows [row, row + n), without K's scales.
-  void score(const Tile& tile, const Tile* ahead, bool direct, int64_t row, int n, int begin, int end, float* s) {
+  void score(const Tile& tile, const Tile* ahead, bool direct, int64_t row, int n, int end, float* s) {
     const TileRows packed{tile.k, ahead == nullptr ? nullptr : ahead->k, k_bytes_, k_adjacent_};
     const float* q = scratch_.q + row * scratch_.dk;
     if (call_.shape.k_codes) {
       const CodeProducts& products = code_products_of(k_.format);
       if (direct) {
-        products.dot[n - 1](packed, query_codes(row), begin, end, s);
+        products.dot[n - 1](packed, query_codes(row), end, s);
       } else {
-        products.dot_panel[n - 1](k_panel(), query_codes(row), begin, end, s);
+        products.dot_panel[n - 1](k_panel(), query_codes(row), end, s);
       }
     } else if (direct) {
-      products_of(k_.format).dot[n - 1](packed, q, scratch_.dk, begin, end, s);
+      products_of(k_.format).dot[n - 1](packed, q, scratch_.dk, end, s);
     } else {
       const TileRows decoded{k_tile_, nullptr, scratch_.dk * int64_t(sizeof(float))};
-      kProducts<F32Codec>.dot[n - 1](decoded, q, scratch_.dk, begin, end, s);
+      kProducts<F32Codec>.dot[n - 1](decoded, q, scratch_.dk, end, s);
     }
   }
 
   // acc = acc * alpha + weights . v for the same rows.
-  void add_values(const Tile& tile, const Tile* ahead, bool direct, int64_t row, int n, int begin, int end,
-                  const float* s, const WeightCodes& weights, const float* alpha) {
+  void add_values(const Tile& tile, const Tile* ahead, bool direct, int64_t row, int n, int end, const float* s,
+                  const WeightCodes& weights, const float* alpha) {
     const TileRows packed{tile.v, ahead == nullptr ? nullptr : ahead->v, v_bytes_, v_adjacent_};
     float* acc = scratch_.acc + row * scratch_.dv;
     if (call_.shape.v_codes) {
       const CodeProducts& products = code_products_of(v_.format);
       if (direct) {
-        products.add[n - 1](packed, weights, alpha, begin, end, acc, scratch_.dv);
+        products.add[n - 1](packed, weights, alpha, end, acc, scratch_.dv);
       } else {
-        products.add_panel[n - 1](v_panel(), scratch_.dv / kUnit, weights, alpha, begin, end, acc, scratch_.dv);
+        products.add_panel[n - 1](v_panel(), scratch_.dv / kUnit, weights, alpha, end, acc, scratch_.dv);
       }
     } else if (direct) {
-      products_of(v_.format).add[n - 1](packed, s, alpha, begin, end, acc, scratch_.dv);
+      products_of(v_.format).add[n - 1](packed, s, alpha, end, acc, scratch_.dv);
     } else {
       const TileRows decoded{v_tile_, nullptr, scratch_.dv * int64_t(sizeof(float))};
-      kProducts<F32Codec>.add[n - 1](decoded, s, alpha, begin, end, acc, scratch_.dv);
+      kProducts<F32Codec>.add[n - 1](decoded, s, alpha, end, acc, scratch_.dv);
     }
   }
 
   bool adjacent_rows(const RowStore& store, int64_t row_bytes) const {
-    return store.slot_stride == row_bytes && call_.layer.block_size % 8 == 0;
+    return store.slot_stride == row_bytes && call_.layer.block_size % 4 == 0;
   }
   // Codes take less room than the decoded rows for which it was made.
   uint8_t* k_panel() const { return reinterpret_cast<uint8_t*>(scratch_.k_tile); }
   uint8_t* v_panel() const { return reinterpret_cast<uint8_t*>(scratch_.v_tile); }
 
   // Once for all rows of the block: rows as floats, codes as panels.
-  void lay_out_tile(const Block& block, int64_t first, const Tile& tile) {
-    int begin = 0;
-    if (call_.shape.sliding_window > 0) {
-      begin = int(min64(tile.n, max64(0, block.first_position - call_.shape.sliding_window + 1 - first)));
-    }
+  void lay_out_tile(const Tile& tile) {
     if (call_.shape.k_codes) {
       code_products_of(k_.format).lay_out_keys({tile.k, nullptr, k_bytes_}, k_panel());
     } else {
       const DecodeRow decode = decoder_of(k_.format);
-      for (int t = begin / kAccs * kAccs; t < int(round_up(tile.n, kAccs)); ++t)
-        decode(tile.k[t], k_bytes_, scratch_.k_tile + t * scratch_.dk);
+      for (int t = 0; t < kTile; ++t) decode(tile.k[t], k_bytes_, scratch_.k_tile + t * scratch_.dk);
     }
     if (call_.shape.v_codes) {
       code_products_of(v_.format).lay_out_values({tile.v, nullptr, v_bytes_}, v_panel());
     } else {
       const DecodeRow decode = decoder_of(v_.format);
-      for (int t = begin; t < tile.n; ++t) decode(tile.v[t], v_bytes_, scratch_.v_tile + t * scratch_.dv);
+      for (int t = 0; t < kTile; ++t) decode(tile.v[t], v_bytes_, scratch_.v_tile + t * scratch_.dv);
     }
   }
 
@@ -398,14 +395,14 @@ class Attention {
             .plane_bytes = scratch_.dq};
   }
 
-  // Scores to weights: s becomes p times V's scale in [begin, end), 0 for what row i does not see, outside
+  // Scores to weights: s becomes p times V's scale in [0, end), 0 for what row i does not see, outside
   // [lo[i], hi[i]). alpha is the factor of what each row has summed before. Weights as codes, too, if asked.
   template <bool kCodes, bool kWhole>
-  void weigh_rows(const Tile& tile, int n_rows, const int* lo, const int* hi, int begin, int end, float* s,
-                  RowState* states, float* alpha, const WeightCodes& weights) {
+  void weigh_rows(const Tile& tile, int n_rows, const int* lo, const int* hi, int end, float* s, RowState* states,
+                  float* alpha, const WeightCodes& weights) {
     const bool k_scaled = has_scales(k_.format), v_scaled = has_scales(v_.format);
     const Vec cap = set1(call_.softcap), inverse_cap = set1(call_.softcap > 0 ? 1.0f / call_.softcap : 0.0f);
-    const int v_begin = kWhole ? 0 : begin / kLanes * kLanes, v_end = kWhole ? kTile : end;
+    const int v_end = kWhole ? kTile : end;
     static_assert(kBlockRows == 4 && kLanes >= kBlockRows);
     Vec rows[kBlockRows];
     alignas(64) float top[kBlockRows], base[kBlockRows], sums[kBlockRows];
@@ -415,12 +412,12 @@ class Attention {
       float* row = s + r * kTile;
       const Vec from = set1(float(lo[r])), to = set1(float(hi[r]));
 #pragma GCC unroll 4
-      for (int t = v_begin; t < v_end; t += kLanes) {
+      for (int t = 0; t < v_end; t += kLanes) {
         Vec x = load(row + t);
         if (k_scaled) x = mul(x, load(tile.k_scales + t));
         if (call_.softcap > 0) x = mul(cap, tanh(mul(x, inverse_cap)));
-        if (!kWhole && (t < lo[r] || t + kLanes > hi[r])) {
-          const Vec index = add(iota(), set1(float(t)));
+        if (!kWhole) {
+          const Vec index = load(kTokenOfPlace.at + t);
           x = select_less(index, from, set1(-kInf), x);
           x = select_less(index, to, x, set1(-kInf));
         }
@@ -430,7 +427,7 @@ class Attention {
     }
     reduce_max4(rows, top);
     for (int r = 0; r < n_rows; ++r) {
-      if (!kWhole && tile.missing != 0) top[r] = mask_missing(tile, s + r * kTile, v_begin, end);
+      if (!kWhole && tile.missing != 0) top[r] = mask_missing(tile, s + r * kTile, end);
       const float old_max = states[r].max, new_max = old_max < top[r] ? top[r] : old_max;
       base[r] = finite_max(new_max);
       fall[r] = old_max - base[r];
@@ -441,7 +438,7 @@ class Attention {
     for (int r = 0; r < n_rows; ++r) {
       float* row = s + r * kTile;
 #pragma GCC unroll 4
-      for (int t = v_begin; t < v_end; t += kLanes) {
+      for (int t = 0; t < v_end; t += kLanes) {
         Vec x = sub(load(row + t), set1(base[r]));
         if (kCodes && !kWhole) x = max(set1(-1e6f), x);  // what is not seen was -infinity
         Vec p = kCodes ? exp_for_codes(x) : exp(x);
@@ -471,7 +468,7 @@ class Attention {
           __builtin_memset(codes + WeightCodes::kPlane, 0, kTile);
         }
 #pragma GCC unroll 4
-        for (int t = v_begin; t < v_end; t += kLanes) {
+        for (int t = 0; t < v_end; t += kLanes) {
           const Vec code = mul(load(s + r * kTile + t), steps);
           two_planes ? store_u15(codes + t, codes + WeightCodes::kPlane + t, code) : store_u8(codes + t, code);
         }
@@ -481,20 +478,20 @@ class Attention {
   }
 
   template <bool kCodes>
-  void weigh(const Tile& tile, int n_rows, const int* lo, const int* hi, int begin, int end, float* s,
-             RowState* states, float* alpha, const WeightCodes& weights) {
+  void weigh(const Tile& tile, int n_rows, const int* lo, const int* hi, int end, float* s, RowState* states,
+             float* alpha, const WeightCodes& weights) {
     bool whole = tile.missing == 0;
     for (int r = 0; r < n_rows; ++r) whole &= lo[r] == 0 && hi[r] == kTile;
     if (whole) {
-      weigh_rows<kCodes, true>(tile, n_rows, lo, hi, begin, end, s, states, alpha, weights);
+      weigh_rows<kCodes, true>(tile, n_rows, lo, hi, end, s, states, alpha, weights);
     } else {
-      weigh_rows<kCodes, false>(tile, n_rows, lo, hi, begin, end, s, states, alpha, weights);
+      weigh_rows<kCodes, false>(tile, n_rows, lo, hi, end, s, states, alpha, weights);
     }
   }
 
-  static float mask_missing(const Tile& tile, float* row, int begin, int end) {
+  static float mask_missing(const Tile& tile, float* row, int end) {
     float top = -kInf;
-    for (int t = begin; t < end; ++t) {
+    for (int t = 0; t < end; ++t) {
       if ((tile.missing >> t & 1) != 0) row[t] = -kInf;
       if (top < row[t]) top = row[t];
     }

@@ -48,13 +48,13 @@ struct Q4Codes {
   static PKV_INLINE Ints dot_prepared(Ints sum, Codes k, Codes q) { return dot_unsigned(sum, k, q); }
 };
 
-// The last, shorter units of rows [begin, end), zero-filled: nothing past a row is touched. Rows of whole units:
+// The last, shorter units of rows [0, end), zero-filled: nothing past a row is touched. Rows of whole units:
 // nothing. Not inline: a call among the products would cost them their registers.
 template <class Codec>
-__attribute__((noinline)) void copy_tails(const TileRows& from, int begin, int end, uint8_t* tails) {
+__attribute__((noinline)) void copy_tails(const TileRows& from, int end, uint8_t* tails) {
   const int n = int(from.row_bytes % Codec::kUnitBytes);
   if (n == 0) return;
-  for (int t = begin; t < end; ++t) {
+  for (int t = 0; t < end; ++t) {
     const uint8_t* row = from.rows[t] + from.row_bytes - n;
     uint8_t* to = tails + t * Codec::kUnitBytes;
     for (int i = 0; i < n; ++i) to[i] = row[i];
@@ -123,14 +123,14 @@ PKV_INLINE void encode_query(const float* q, int64_t head_dim, float factor, int
   }
 }
 
-// Unit u of N rows into the L2 cache, its share `part` of `parts`; of rows that lie one behind the other, the u-th
-// piece of as many bytes.
+// Unit u of N rows into the L2 cache, its share `part` of `parts`; of rows that lie one behind the other in each
+// quarter, the u-th piece of as many bytes. A line from each quarter in turn.
 template <class Codec, int N>
 PKV_INLINE void fetch_unit(const uint8_t* const* rows, bool adjacent, int64_t u, int part, int parts) {
-  constexpr int kLines = (N * Codec::kUnitBytes + 63) / 64;
+  constexpr int kBytes = N / 4 * Codec::kUnitBytes, kLines = (kBytes + 63) / 64 * 4;
   if (adjacent) {
-    const uint8_t* from = rows[0] + u * (N * Codec::kUnitBytes);
-    for (int i = kLines * part / parts; i < kLines * (part + 1) / parts; ++i) prefetch(from + i * 64);
+    for (int i = kLines * part / parts; i < kLines * (part + 1) / parts; ++i)
+      prefetch(rows[i % 4] + u * kBytes + i / 4 * 64);
   } else {
     for (int i = N * part / parts; i < N * (part + 1) / parts; ++i) prefetch(rows[i] + u * Codec::kUnitBytes);
   }
@@ -144,18 +144,17 @@ PKV_INLINE void join_planes(const Ints* sums, Ints* joined) {
   for (int i = 0; i < N; ++i) joined[i] = kPlanes == 1 ? sums[i] : add_shifted7(sums[i], sums[N + i]);
 }
 
-// s[r][t] = q[r] . k[t], without K's scales, for R rows and tokens [begin, end), rounded out to kLanes.
+// s[r][t] = q[r] . k[t], without K's scales, for R rows and tokens [0, end), rounded out to kLanes.
 template <class Codec, int R>
-void dot_codes(const TileRows& k, const QueryCodes& q, int begin, int end, float* s) {
+void dot_codes(const TileRows& k, const QueryCodes& q, int end, float* s) {
   constexpr int kPlanes = Codec::kPlanes;
   const int64_t n_full = k.row_bytes / Codec::kUnitBytes, n_units = q.plane_bytes / kUnit;
   // Quarters that go through the registers together: their rows, and sums of R rows for each.
   constexpr int kTogether = R * kPlanes > 2 && kQuarters > 2 ? 2 : kQuarters;
   constexpr int kRows = 4 * kTogether;
-  begin = begin / kLanes * kLanes;
   alignas(64) uint8_t tails[kTile * Codec::kUnitBytes];
-  copy_tails<Codec>(k, begin, int(round_up(end, kLanes)), tails);
-  for (int t = begin; t < end; t += kLanes) {
+  copy_tails<Codec>(k, int(round_up(end, kLanes)), tails);
+  for (int t = 0; t < end; t += kLanes) {
     Ints sums[R * kQuarters];
 #pragma GCC unroll 2
     for (int first = 0; first < kQuarters; first += kTogether) {
@@ -263,35 +262,38 @@ PKV_INLINE void sum_weights(const WeightCodes& w, int32_t* less) {
   for (int r = 0; r < R; ++r) less[r] = Codec::kBias == 0 ? 0 : Codec::kBias * sum_u8(w.codes + r * kTile, kTile);
 }
 
-// Four rows of a tile to come at a time, unit by unit: in the order of addresses, whatever is read meanwhile.
-template <class Codec>
+// Eight rows of a tile to come at a time, unit by unit, each in kParts steps: in the order of addresses, whatever
+// is read meanwhile.
+template <class Codec, int kParts>
 struct Fetch {
   const uint8_t* const* rows;  // null: nothing to fetch
   bool adjacent;
   int64_t n_units;
   int64_t unit = 0;
-  int row = 0;
+  int row = 0, part = 0;
 
   PKV_INLINE void next() {
     if (rows == nullptr || row >= kTile) return;
-    fetch_unit<Codec, 4>(rows + row, adjacent, unit, 0, 1);
+    fetch_unit<Codec, 8>(rows + row, adjacent, unit, part, kParts);
+    if (++part < kParts) return;
+    part = 0;
     if (++unit == n_units) {
       unit = 0;
-      row += 4;
+      row += 8;
     }
   }
 };
 
 // Vectors [kFirst, kFirst + kVecsTogether) of a unit's channels, of rows that hold the unit at `offset`.
 template <class Codec, int R, int kFirst>
-PKV_INLINE void add_part(const uint8_t* const* rows, int64_t offset, Fetch<Codec>& fetch, const WeightCodes& w,
-                         const int32_t* less, const float* alpha, int begin, int end, float* acc,
-                         int64_t acc_stride) {
+PKV_INLINE void add_part(const uint8_t* const* rows, int64_t offset,
+                         Fetch<Codec, 8 / kVecsTogether<Codec, R>>& fetch, const WeightCodes& w,
+                         const int32_t* less, const float* alpha, int end, float* acc, int64_t acc_stride) {
   constexpr int kVecs = kVecsTogether<Codec, R>;
   Ints sums[Codec::kPlanes * R * kVecs];
 #pragma GCC unroll 16
   for (Ints& sum : sums) sum = no_ints();
-  for (int t = begin; t < end; t += 4) {
+  for (int t = 0; t < end; t += 4) {
     Codes x[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
@@ -303,38 +305,37 @@ PKV_INLINE void add_part(const uint8_t* const* rows, int64_t offset, Fetch<Codec
     } else {
       kFirst == 0 ? zip_low(x) : zip_high(x);
     }
-    if (kFirst == 0) fetch.next();
+    fetch.next();
     add_weighted<Codec::kPlanes, R, kVecs>(x, w.codes + t, sums);
   }
   close_sums<Codec::kPlanes, R, kVecs>(sums, less, w.scale, alpha, acc + kFirst * kLanes, acc_stride);
 }
 template <class Codec, int R>
-PKV_INLINE void add_unit(const uint8_t* const* rows, int64_t offset, Fetch<Codec>& fetch, const WeightCodes& w,
-                         const int32_t* less, const float* alpha, int begin, int end, float* acc,
-                         int64_t acc_stride) {
-  add_part<Codec, R, 0>(rows, offset, fetch, w, less, alpha, begin, end, acc, acc_stride);
+PKV_INLINE void add_unit(const uint8_t* const* rows, int64_t offset,
+                         Fetch<Codec, 8 / kVecsTogether<Codec, R>>& fetch, const WeightCodes& w,
+                         const int32_t* less, const float* alpha, int end, float* acc, int64_t acc_stride) {
+  add_part<Codec, R, 0>(rows, offset, fetch, w, less, alpha, end, acc, acc_stride);
   if constexpr (kVecsTogether<Codec, R> == 2)
-    add_part<Codec, R, 2>(rows, offset, fetch, w, less, alpha, begin, end, acc, acc_stride);
+    add_part<Codec, R, 2>(rows, offset, fetch, w, less, alpha, end, acc, acc_stride);
 }
 
-// acc[r] = acc[r] * alpha[r] + sum over tokens [begin, end) of w[r][t] * v[t], in zipped order.
+// acc[r] = acc[r] * alpha[r] + sum over tokens [0, end) of w[r][t] * v[t], in zipped order.
 template <class Codec, int R>
-void add_codes(const TileRows& v, const WeightCodes& w, const float* alpha, int begin, int end, float* acc,
+void add_codes(const TileRows& v, const WeightCodes& w, const float* alpha, int end, float* acc,
                int64_t acc_stride) {
   const int64_t n_full = v.row_bytes / Codec::kUnitBytes, n_units = acc_stride / kUnit;
-  begin = begin / 4 * 4;
   int32_t less[R];
   sum_weights<Codec, R>(w, less);
-  Fetch<Codec> fetch{v.ahead, v.adjacent, n_units};
+  Fetch<Codec, 8 / kVecsTogether<Codec, R>> fetch{v.ahead, v.adjacent, n_units};
   for (int64_t u = 0; u < n_full; ++u, acc += kUnit) {
-    add_unit<Codec, R>(v.rows, u * Codec::kUnitBytes, fetch, w, less, alpha, begin, end, acc, acc_stride);
+    add_unit<Codec, R>(v.rows, u * Codec::kUnitBytes, fetch, w, less, alpha, end, acc, acc_stride);
   }
   if (n_full == n_units) return;
   alignas(64) uint8_t tails[kTile * Codec::kUnitBytes];
-  copy_tails<Codec>(v, begin, int(round_up(end, 4)), tails);
+  copy_tails<Codec>(v, int(round_up(end, 4)), tails);
   const uint8_t* rows[kTile];
   for (int t = 0; t < kTile; ++t) rows[t] = tails + t * Codec::kUnitBytes;
-  add_unit<Codec, R>(rows, 0, fetch, w, less, alpha, begin, end, acc, acc_stride);
+  add_unit<Codec, R>(rows, 0, fetch, w, less, alpha, end, acc, acc_stride);
 }
 
 // --- panels: a tile's codes laid out once for the many rows of a prompt ------------------------------------------
@@ -345,7 +346,7 @@ constexpr int kPanelVecs = kTile / kLanes;  // registers of one dword of all tok
 template <class Codec>
 void lay_out_keys(const TileRows& k, uint8_t* panel) {
   alignas(64) uint8_t tails[kTile * Codec::kUnitBytes];
-  copy_tails<Codec>(k, 0, kTile, tails);
+  copy_tails<Codec>(k, kTile, tails);
   const int64_t n_full = k.row_bytes / Codec::kUnitBytes;
   for (int t = 0; t < kTile; t += kLanes) {
     for (int64_t u = 0; u * Codec::kUnitBytes < k.row_bytes; ++u) {
@@ -370,7 +371,7 @@ void lay_out_keys(const TileRows& k, uint8_t* panel) {
 template <class Codec>
 void lay_out_values(const TileRows& v, uint8_t* panel) {
   alignas(64) uint8_t tails[kTile * Codec::kUnitBytes];
-  copy_tails<Codec>(v, 0, kTile, tails);
+  copy_tails<Codec>(v, kTile, tails);
   const int64_t n_full = v.row_bytes / Codec::kUnitBytes;
   for (int64_t u = 0; u * Codec::kUnitBytes < v.row_bytes; ++u) {
     for (int t = 0; t < kTile; t += 4) {
@@ -387,12 +388,12 @@ void lay_out_values(const TileRows& v, uint8_t* panel) {
 
 // As dot_codes(), R rows in one plane or R / 2 in two at once.
 template <class Codec, int R>
-void dot_key_panel(const uint8_t* panel, const QueryCodes& q, int begin, int end, float* s) {
+void dot_key_panel(const uint8_t* panel, const QueryCodes& q, int end, float* s) {
   constexpr int kPlanes = Codec::kPlanes;
   constexpr int kVecs = kPanelVecs < 4 ? kPanelVecs : 4;
   constexpr int kMostRows = 4 / kPlanes;
   constexpr int kRows = R < kMostRows ? R : kMostRows;
-  for (int t = begin / (kVecs * kLanes) * (kVecs * kLanes); t < end; t += kVecs * kLanes) {
+  for (int t = 0; t < end; t += kVecs * kLanes) {
 #pragma GCC unroll 2
     for (int first = 0; first < R; first += kRows) {
       Ints sums[kPlanes * kRows * kVecs];
@@ -435,9 +436,8 @@ void dot_key_panel(const uint8_t* panel, const QueryCodes& q, int begin, int end
 
 // As add_codes(), for rows of n_units units.
 template <class Codec, int R>
-void add_value_panel(const uint8_t* panel, int64_t n_units, const WeightCodes& w, const float* alpha, int begin,
-                     int end, float* acc, int64_t acc_stride) {
-  begin = begin / 4 * 4;
+void add_value_panel(const uint8_t* panel, int64_t n_units, const WeightCodes& w, const float* alpha, int end,
+                     float* acc, int64_t acc_stride) {
   int32_t less[R];
   sum_weights<Codec, R>(w, less);
   constexpr int kVecs = kVecsTogether<Codec, R>;
@@ -446,7 +446,7 @@ void add_value_panel(const uint8_t* panel, int64_t n_units, const WeightCodes& w
     Ints sums[Codec::kPlanes * R * kVecs];
 #pragma GCC unroll 16
     for (Ints& sum : sums) sum = no_ints();
-    for (int t = begin; t < end; t += 4) {
+    for (int t = 0; t < end; t += 4) {
       Codes x[kVecs];
 #pragma GCC unroll 4
       for (int c = 0; c < kVecs; ++c) {
@@ -459,14 +459,14 @@ void add_value_panel(const uint8_t* panel, int64_t n_units, const WeightCodes& w
   }
 }
 
-using DotCodes = void (*)(const TileRows& k, const QueryCodes& q, int begin, int end, float* s);
-using AddCodes = void (*)(const TileRows& v, const WeightCodes& w, const float* alpha, int begin, int end,
-                          float* acc, int64_t acc_stride);
+using DotCodes = void (*)(const TileRows& k, const QueryCodes& q, int end, float* s);
+using AddCodes = void (*)(const TileRows& v, const WeightCodes& w, const float* alpha, int end, float* acc,
+                          int64_t acc_stride);
 
 using LayOut = void (*)(const TileRows& rows, uint8_t* panel);
-using DotPanel = void (*)(const uint8_t* panel, const QueryCodes& q, int begin, int end, float* s);
-using AddPanel = void (*)(const uint8_t* panel, int64_t n_units, const WeightCodes& w, const float* alpha,
-                          int begin, int end, float* acc, int64_t acc_stride);
+using DotPanel = void (*)(const uint8_t* panel, const QueryCodes& q, int end, float* s);
+using AddPanel = void (*)(const uint8_t* panel, int64_t n_units, const WeightCodes& w, const float* alpha, int end,
+                          float* acc, int64_t acc_stride);
 
 // The products for 1 to kBlockRows rows.
 struct CodeProducts {

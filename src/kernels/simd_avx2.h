@@ -16,7 +16,6 @@ using Vec = __m256;
 
 PKV_INLINE Vec zero() { return _mm256_setzero_ps(); }
 PKV_INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
-PKV_INLINE Vec iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
 PKV_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 PKV_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 PKV_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }

@@ -26,7 +26,6 @@ using Vec = __m512;
 
 PKV_INLINE Vec zero() { return _mm512_setzero_ps(); }
 PKV_INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
-PKV_INLINE Vec iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 PKV_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 PKV_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 PKV_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }

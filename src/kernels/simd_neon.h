@@ -17,7 +17,6 @@ using Vec = float32x4_t;
 
 PKV_INLINE Vec zero() { return vdupq_n_f32(0); }
 PKV_INLINE Vec set1(float x) { return vdupq_n_f32(x); }
-PKV_INLINE Vec iota() { return Vec{0, 1, 2, 3}; }
 PKV_INLINE Vec load(const float* p) { return vld1q_f32(p); }
 PKV_INLINE void store(float* p, Vec v) { vst1q_f32(p, v); }
 PKV_INLINE Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }

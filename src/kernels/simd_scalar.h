@@ -17,7 +17,6 @@ using BitVec = uint32_t __attribute__((vector_size(16)));
 
 PKV_INLINE Vec set1(float x) { return Vec{x, x, x, x}; }
 PKV_INLINE Vec zero() { return set1(0); }
-PKV_INLINE Vec iota() { return Vec{0, 1, 2, 3}; }
 PKV_INLINE Vec load(const float* p) {  // no alignment is asked of any load or store
   Vec v;
   __builtin_memcpy(&v, p, sizeof v);
