@@ -87,6 +87,10 @@ struct Block {
   int64_t begin, end;              // keys that some row sees, inside the item's runs; none: begin >= end
 
   int64_t heads() const { return head_end - head_begin; }
+  bool same_rows(const Block& other) const {
+    return token_begin == other.token_begin && token_end == other.token_end && head_begin == other.head_begin &&
+           head_end == other.head_end;
+  }
   int64_t first_tile() const { return begin / kTile; }
   int64_t n_tiles() const { return begin < end ? (end + kTile - 1) / kTile - first_tile() : 0; }
 };
@@ -225,7 +229,8 @@ class Attention {
  private:
   void attend_block(const Block& block) {
     const int64_t n_rows = block.head_rows * block.heads(), n_tiles = block.n_tiles();
-    fetch_queries(block);
+    if (!block.same_rows(queries_of_)) fetch_queries(block);
+    queries_of_ = block;
     for (int64_t i = 0; i < n_rows; ++i) scratch_.runs[i] = {-kInf, 0};
     bool folded = false;  // some run is in `total`
     fresh_run(n_rows);
@@ -542,6 +547,7 @@ class Attention {
   const uint8_t* v_tile_[kTile];
   static constexpr int64_t kTiles = kAhead + 1;
   Blocks blocks_;
+  Block queries_of_{};  // the block whose queries are in the scratch
   Tiles to_come_;
   Tile tiles_[kTiles];
   int64_t found_ = 0, used_ = 0;  // tiles so far
