@@ -157,7 +157,7 @@ TEST_F(Vocabulary, TheSameSeedDrawsTheSameTokens) {
 // libllama's own chain with its own penalty sampler is the oracle for ours.
 TEST_F(Vocabulary, SamplingEqualsLibllamasChain) {
   constexpr int kVocabulary = 1000;
-  constexpr SamplingOptions kOptions{.temperature = 0.7f,
+  const SamplingOptions kOptions{.temperature = 0.7f,
                                      .top_k = 20,
                                      .top_p = 0.9f,
                                      .min_p = 0.02f,
