@@ -250,8 +250,6 @@ void add_sampling_options(CLI::App& command, engine::SamplingOptions& sampling) 
   add(command, "--repeat-penalty", "X",
       "0.1 to 10, default 1 (off). Larger: the last 64 tokens, the prompt's included, become less likely",
       real(&engine::SamplingOptions::repeat_penalty));
-  add(command, "--seed", "N", "0 to 4294967295, default 0. The same seed gives the same answer",
-      whole(0, UINT32_MAX, [&sampling](int64_t n) { sampling.seed = static_cast<uint32_t>(n); }));
 }
 
 void set_help_style(CLI::App& command) { command.get_formatter()->column_width(kHelpColumn); }
@@ -296,6 +294,8 @@ void add_run_options(CLI::App& command, RunOptions& options) {
       })
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   add_sampling_options(command, options.sampling);
+  add(command, "--seed", "N", "0 to 4294967295, default 0. The same seed gives the same answer",
+      whole(0, UINT32_MAX, [&options](int64_t n) { options.sampling.seed = static_cast<uint32_t>(n); }));
   command.add_flag("--stats", options.stats, wrapped("all counters of the cache on stderr, after the answer"))
       ->excludes(interactive);
   add_json(command, options.json, "one JSON object on stdout instead of the answer as it comes")

@@ -4,7 +4,7 @@ import unittest
 
 from process import ROOT, CliTest, pagedkv
 
-COMMANDS = (["run"], ["perplexity"], ["inspect"], ["info"], ["completion", "bash"], ["bench", "limits"],
+COMMANDS = (["run"], ["serve"], ["perplexity"], ["inspect"], ["info"], ["completion", "bash"], ["bench", "limits"],
             ["bench", "cache"], ["bench", "kernels"], ["bench", "model"])
 
 

@@ -1,0 +1,114 @@
+"""The server on real models: what is shared, what it costs, and that sharing changes nothing."""
+import os
+import threading
+import unittest
+
+from served import Served
+
+TINY = os.environ["PAGEDKV_TINY_MODELS"]
+SMOLLM2 = os.environ.get("PAGEDKV_TEST_MODEL")
+
+
+def served(model, *options):
+    return Served([os.environ["PAGEDKV_BIN"], "serve", "-m", model, "--port", "0", *options])
+
+
+def at_once(calls):
+    results = [None] * len(calls)
+
+    def run(i):
+        results[i] = calls[i]()
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return results
+
+
+def tokens(n, seed):
+    return [(i * 7919 + seed * 104729 + i * i) % 250 + 3 for i in range(n)]
+
+
+class Tiny(unittest.TestCase):
+    def complete(self, server, prompt, **fields):
+        status, answer = server.post("/v1/completions", {"prompt": prompt, "temperature": 0, "logprobs": 1, "max_tokens": 12,
+                                                         "ignore_eos": True, **fields})
+        self.assertEqual(status, 200, answer)
+        return answer
+
+    def scores(self, answer):
+        return [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]]
+
+    def test_cold_warm_forked_and_batched_have_equal_bits(self):
+        for quant in ("off", "bf16", "q8", "q6", "q4"):
+            for model in ("d64_gqa3_tied", "gemma3_window16_pattern3"):
+                with self.subTest(quant=quant, model=model), \
+                        served(f"{TINY}/{model}.gguf", "--kv-quant", quant, "--reproducible", "--max-step", "0",
+                               "--max-num-batched-tokens", "48") as server:
+                    prompt = tokens(90, 1)
+                    cold = self.complete(server, prompt)
+                    self.assertEqual(cold["usage"]["prompt_tokens_details"]["cached_tokens"], 0)
+                    warm = self.complete(server, prompt)
+                    self.assertEqual(self.scores(warm), self.scores(cold))
+                    forked = self.complete(server, prompt, n=3, cache_salt="other")
+                    self.assertEqual(self.scores(forked), self.scores(cold) * 3)
+                    batched = at_once([lambda i=i: self.complete(server, prompt if i == 3 else tokens(40 + 11 * i, i),
+                                                                 cache_salt="third") for i in range(7)])
+                    self.assertEqual(self.scores(batched[3]), self.scores(cold))
+
+    def test_an_edited_conversation_longer_than_the_window_is_answered(self):  # O-LIFE-06
+        with served(f"{TINY}/gemma3_window8.gguf", "--reproducible") as server:
+            before, answer, after = tokens(60, 1), tokens(9, 2), tokens(14, 3)
+            self.complete(server, before + answer + after)
+            edited = before + tokens(9, 4) + after
+            again = self.complete(server, edited)
+            self.assertEqual(self.scores(again), self.scores(self.complete(server, edited, cache_salt="cold")))
+
+
+@unittest.skipIf(not SMOLLM2, "PAGEDKV_TEST_MODEL names no model")
+class Real(unittest.TestCase):
+    def test_a_repeated_prompt_of_4096_tokens_computes_a_block_and_a_token_at_most(self):
+        with served(SMOLLM2, "--kv-quant", "q8") as server:
+            prompt = server.post("/tokenize", {"prompt": "The river ran past the old mill. " * 700})[1]["tokens"][:4096]
+            self.assertEqual(len(prompt), 4096)
+            body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+            first = server.post("/v1/completions", body)[1]
+            computed = server.idle()["scheduler"]["prompt_tokens_computed"]
+            second = server.post("/v1/completions", body)[1]
+            self.assertLessEqual(server.idle()["scheduler"]["prompt_tokens_computed"] - computed, 17)
+            self.assertEqual(second["choices"][0]["text"], first["choices"][0]["text"])
+
+    def test_32_chats_store_their_common_prompt_once(self):
+        with served(SMOLLM2, "--kv-quant", "q8", "--max-num-seqs", "32") as server:
+            common = server.post("/tokenize", {"prompt": "You are a patient teacher of history. " * 400})[1]["tokens"][:2048]
+            own = [server.post("/tokenize", {"prompt": f" Question {i}: who was it?"})[1]["tokens"] for i in range(32)]
+            results = at_once([lambda i=i: server.post("/v1/completions", {
+                "prompt": common + own[i], "max_tokens": 8, "temperature": 0}) for i in range(32)])
+            self.assertTrue(all(status == 200 for status, _ in results))
+            cache = server.idle()["cache"]
+            tails = sum((len(o) + 7) // 16 + 1 for o in own)
+            self.assertLessEqual(cache["blocks_cached"], 2048 // 16 + tails + 32)  # within a block a chat
+            self.assertLessEqual(server.stats()["scheduler"]["prompt_tokens_computed"],
+                                 2048 + sum(len(o) + 16 for o in own))
+
+    def test_a_pool_for_two_contexts_serves_four(self):  # O-MEM-05
+        per_token = 12240
+        with served(SMOLLM2, "--kv-quant", "q8", "--context", "1024", "--max-num-seqs", "4", "--num-blocks", "1",
+                    "--kv-memory", str(2 * 1024 * per_token + (1 << 20))) as server:
+            start = "".join(server.log)
+            self.assertIn("47.8 MiB", start)  # the need of four full contexts
+            prompt = server.post("/tokenize", {"prompt": "Tell me about the sea. " * 400})[1]["tokens"]
+            results = at_once([lambda i=i: server.post("/v1/completions", {
+                "prompt": prompt[i * 7:i * 7 + 900], "max_tokens": 60, "ignore_eos": True}) for i in range(4)])
+            for status, answer in results:
+                self.assertEqual(status, 200, answer)
+                self.assertEqual(answer["usage"]["completion_tokens"], 60)
+            self.assertEqual(server.idle()["scheduler"]["failed"], 0)
+            status, answer = server.post("/v1/completions", {"prompt": (prompt * 2)[:1024]})
+            self.assertEqual((status, answer["error"]["code"]), (400, "context_length_exceeded"))
+            self.assertEqual(server.chat("hello", max_tokens=2)[0], 200)
+
+
+if __name__ == "__main__":
+    unittest.main(warnings="ignore")
