@@ -153,6 +153,7 @@ struct Scheduler::Impl {
   std::deque<Stream*> waiting;   // in the order of arrival
   std::vector<Stream*> running;  // in the order of admission
   SchedulerStats figures;
+  bool changed = false;  // requests came or ended since the last publish()
   Clock::time_point last_publish{}, last_resident{};
   double seconds_per_prompt_token = 0, decode_seconds = 0;  // of the last steps
   size_t first_decoder = 0;  // where the next step begins, when not all answers fit into one
@@ -215,9 +216,10 @@ struct Scheduler::Impl {
       while (take_inbox()) {
         const auto begin = Clock::now();
         admit();
+        if (changed) publish(true);  // requests came or went: not only after the step
         step();
         figures.busy_seconds += seconds(Clock::now() - begin);
-        publish(false);
+        publish(changed);
       }
       end_all(Status(Code::kUnavailable, "the server was stopped"));
     } catch (const std::exception& error) {
@@ -263,6 +265,7 @@ struct Scheduler::Impl {
       job->keys = cache.prefix_keys(job->request.prompt, job->request.name_space);
       waiting.push_back(job->streams[0].get());
       ++figures.requests;
+      changed = true;
       jobs.emplace(static_cast<uint64_t>(job->id), std::move(job));
     }
     for (const RequestId id : cancelled)
@@ -551,6 +554,7 @@ struct Scheduler::Impl {
 
   void finish(Job& job, const Status& status, int64_t& counter) {
     ++counter;
+    changed = true;
     job.usage.total_seconds = seconds(Clock::now() - job.arrived);
     figures.request_seconds.add(job.usage.total_seconds);
     {
@@ -576,10 +580,11 @@ struct Scheduler::Impl {
   }
 
   // --- figures --------------------------------------------------------------------------------------------------
-  void publish(bool now_idle) {
+  void publish(bool at_once) {
     const auto now = Clock::now();
-    if (!now_idle && now - last_publish < kPublishEvery) return;
+    if (!at_once && now - last_publish < kPublishEvery) return;
     last_publish = now;
+    changed = false;
     const int64_t resident = figures.cache.bytes_resident;
     const bool look = now - last_resident >= kResidentEvery;
     figures.cache = cache.stats(look);
