@@ -1,5 +1,5 @@
 # A thin front. CMake builds; the scripts in tools/ install, fetch and check.
-.PHONY: help demo test build bench bench-full soak lint format clean
+.PHONY: help demo test build bench bench-full bench-serve soak lint format clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\): *## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -26,6 +26,11 @@ bench:          ## measure, 10 minutes at most; records, report and plots land i
 bench-full:     ## the same with all cases and models, 40 minutes at most
 	@tools/build release
 	@tools/bench --full
+
+bench-serve:    ## the server, and llama-cpp-python's in turn with it, under the same load; 10 minutes
+	@tools/build release
+	@tools/setup --peer
+	@tools/bench-serve
 
 soak:           ## ten minutes of mixed load on the server, with a pool that is too small
 	@tools/build release

@@ -18,6 +18,8 @@ namespace pagedkv::bench {
 namespace {
 
 constexpr int kRounds = 5;        // ours and the peer's, in turn
+constexpr int kDeepRounds = 2;    // of chunks of prompts, from kDeep stored tokens on: libllama takes 10 s for one
+constexpr int64_t kDeep = 4096;
 constexpr int kDecodeSteps = 24;  // a round
 constexpr int64_t kPrefill = 512;
 // After a round the other side's threads may still spin; they sleep after this.
@@ -62,7 +64,7 @@ class Ours {
   SequenceId id_;
 };
 
-Record record(const char* name, const engine::Engine& engine, Format format, int64_t depth,
+Record record(const std::string& name, const engine::Engine& engine, Format format, int64_t depth,
               const std::vector<double>& seconds, const std::vector<double>& peer) {
   const GroupSpec& group = engine.cache_options().groups.front();
   const Spread spread = spread_of(seconds);
@@ -90,62 +92,67 @@ bool wanted(const BenchOptions& options, const char* name) {
   return options.cases.empty() || std::ranges::find(options.cases, name) != options.cases.end();
 }
 
-// Seconds of one decoded token at `depth`.
-Status bench_decode(engine::Engine& engine, LlamaPeer* peer, std::span<const int32_t> tokens, int64_t depth,
-                    std::vector<double>& seconds, std::vector<double>& peer_seconds) {
-  Ours ours(engine);
-  if (Status status = ours.open(); !status.ok()) return status;
-  const auto prompt = tokens.first(size_t(depth));
-  if (Status status = ours.feed(prompt); !status.ok()) return status;
-  if (peer != nullptr) {
-    peer->clear();
-    if (!peer->feed(prompt)) return Status(Code::kInternal, "[bench] libllama failed");
-  }
+// One sequence of ours and one of the peer's (may be none), with the same tokens in them.
+struct Sides {
+  Ours& ours;
+  LlamaPeer* peer;
+  std::span<const int32_t> tokens;
+};
+struct Seconds {
+  std::vector<double> ours, peer;
+};
+
+Status peer_failed() { return Status(Code::kInternal, "[bench] libllama failed"); }
+
+// Feeds tokens [from, to) to both, and adds what each took.
+Status feed(const Sides& sides, int64_t from, int64_t to, Seconds* seconds) {
+  const auto part = sides.tokens.subspan(size_t(from), size_t(to - from));
+  if (part.empty()) return Status();
+  double begin = now_seconds();
+  if (Status status = sides.ours.feed(part); !status.ok()) return status;
+  if (seconds != nullptr) seconds->ours.push_back(now_seconds() - begin);
+  if (sides.peer == nullptr) return Status();
+  std::this_thread::sleep_for(kPause);
+  begin = now_seconds();
+  if (!sides.peer->feed(part)) return peer_failed();
+  if (seconds != nullptr) seconds->peer.push_back(now_seconds() - begin);
+  std::this_thread::sleep_for(kPause);
+  return Status();
+}
+
+Status truncate(const Sides& sides, int64_t length) {
+  if (sides.peer != nullptr) sides.peer->truncate(length);
+  return sides.ours.truncate(length);
+}
+
+// Seconds of one decoded token at `depth`, where both are before and after.
+Status bench_decode(const Sides& sides, int64_t depth, Seconds& seconds) {
   for (int round = 0; round < kRounds + 1; ++round) {  // the first one warms up
     for (int i = 0; i < kDecodeSteps; ++i) {
       const double begin = now_seconds();
-      if (Status status = ours.feed(tokens.subspan(size_t(depth + i), 1)); !status.ok()) return status;
-      if (round > 0) seconds.push_back(now_seconds() - begin);
+      if (Status s = sides.ours.feed(sides.tokens.subspan(size_t(depth + i), 1)); !s.ok()) return s;
+      if (round > 0) seconds.ours.push_back(now_seconds() - begin);
     }
-    if (Status status = ours.truncate(depth); !status.ok()) return status;
-    if (peer == nullptr) continue;
     std::this_thread::sleep_for(kPause);
-    for (int i = 0; i < kDecodeSteps; ++i) {
+    for (int i = 0; sides.peer != nullptr && i < kDecodeSteps; ++i) {
       const double begin = now_seconds();
-      if (!peer->feed(tokens.subspan(size_t(depth + i), 1)))
-        return Status(Code::kInternal, "[bench] libllama failed");
-      if (round > 0) peer_seconds.push_back(now_seconds() - begin);
+      if (!sides.peer->feed(sides.tokens.subspan(size_t(depth + i), 1))) return peer_failed();
+      if (round > 0) seconds.peer.push_back(now_seconds() - begin);
     }
-    peer->truncate(depth);
+    if (Status s = truncate(sides, depth); !s.ok()) return s;
     std::this_thread::sleep_for(kPause);
   }
-  return ours.close();
+  return Status();
 }
 
-// Seconds of 512 tokens after `depth` (0: from the start).
-Status bench_prefill(engine::Engine& engine, LlamaPeer* peer, std::span<const int32_t> tokens, int64_t depth,
-                     std::vector<double>& seconds, std::vector<double>& peer_seconds) {
-  Ours ours(engine);
-  if (Status status = ours.open(); !status.ok()) return status;
-  if (peer != nullptr) peer->clear();
-  const auto prompt = tokens.first(size_t(depth)), chunk = tokens.subspan(size_t(depth), size_t(kPrefill));
-  if (Status status = ours.feed(prompt); !status.ok()) return status;
-  if (peer != nullptr && depth > 0 && !peer->feed(prompt))
-    return Status(Code::kInternal, "[bench] libllama failed");
-  for (int round = 0; round < kRounds + 1; ++round) {
-    double begin = now_seconds();
-    if (Status status = ours.feed(chunk); !status.ok()) return status;
-    if (round > 0) seconds.push_back(now_seconds() - begin);
-    if (Status status = ours.truncate(depth); !status.ok()) return status;
-    if (peer == nullptr) continue;
-    std::this_thread::sleep_for(kPause);
-    begin = now_seconds();
-    if (!peer->feed(chunk)) return Status(Code::kInternal, "[bench] libllama failed");
-    if (round > 0) peer_seconds.push_back(now_seconds() - begin);
-    peer->truncate(depth);
-    std::this_thread::sleep_for(kPause);
+// Seconds of 512 tokens after `depth` (0: from the start), where both are before and after.
+Status bench_prefill(const Sides& sides, int64_t depth, Seconds& seconds) {
+  const int rounds = depth >= kDeep ? kDeepRounds : kRounds;
+  for (int round = 0; round < rounds + 1; ++round) {
+    if (Status s = feed(sides, depth, depth + kPrefill, round > 0 ? &seconds : nullptr); !s.ok()) return s;
+    if (Status s = truncate(sides, depth); !s.ok()) return s;
   }
-  return ours.close();
+  return Status();
 }
 
 // --- many sequences --------------------------------------------------------------------------------------------
@@ -238,7 +245,7 @@ Result<Record> bench_batch(const BenchOptions& options, const std::string& name,
     peer_seconds.push_back(now_seconds() - begin);
     std::this_thread::sleep_for(kPause);
   }
-  Record r = record(name.c_str(), **engine, format, kBatchPrompt, seconds, peer_seconds);
+  Record r = record(name, **engine, format, kBatchPrompt, seconds, peer_seconds);
   r.batch = n;
   r.isa = std::string((*engine)->cache().isa());
   return r;
@@ -289,20 +296,38 @@ Result<std::vector<Record>> bench_model(const BenchOptions& options, std::ostrea
       if (!loaded.ok()) return loaded.status();
       peer = std::move(*loaded);
     }
+    const auto add = [&](const std::string& name, int64_t depth, const Seconds& seconds) {
+      records.push_back(record(name, **engine, format, depth, seconds.ours, seconds.peer));
+      records.back().isa = std::string((*engine)->cache().isa());
+      print_row(table, records.back());
+    };
     for (const int64_t depth : depths) {
-      for (const bool decode : {true, false}) {
-        if (!wanted(options, decode ? "decode" : "prefill")) continue;
-        // Without a depth asked for, prefill is that of a fresh prompt.
-        const int64_t from = !decode && options.depths.empty() ? 0 : depth;
-        if (decode && from == 0) continue;
-        std::vector<double> seconds, peer_seconds;
-        const Status status = decode ? bench_decode(**engine, peer.get(), *tokens, from, seconds, peer_seconds)
-                                     : bench_prefill(**engine, peer.get(), *tokens, from, seconds, peer_seconds);
-        if (!status.ok()) return status;
-        records.push_back(record(decode ? "decode" : "prefill", **engine, format, from, seconds, peer_seconds));
-        records.back().isa = std::string((*engine)->cache().isa());
-        print_row(table, records.back());
+      Ours ours(**engine);
+      if (Status s = ours.open(); !s.ok()) return s;
+      if (peer) peer->clear();
+      const Sides sides{.ours = ours, .peer = peer.get(), .tokens = *tokens};
+      if (wanted(options, "prefill") && options.depths.empty()) {  // that of a fresh prompt
+        Seconds seconds;
+        if (Status s = bench_prefill(sides, 0, seconds); !s.ok()) return s;
+        add("prefill", 0, seconds);
       }
+      // A long prompt is fed once, and its second half is a figure of its own.
+      const int64_t half = depth >= kDeep ? depth / 2 : depth;
+      Seconds second_half;
+      if (Status s = feed(sides, 0, half, nullptr); !s.ok()) return s;
+      if (Status s = feed(sides, half, depth, &second_half); !s.ok()) return s;
+      if (wanted(options, "prefill") && half < depth) add("prefill to " + std::to_string(depth), half, second_half);
+      if (wanted(options, "decode") && depth > 0) {
+        Seconds seconds;
+        if (Status s = bench_decode(sides, depth, seconds); !s.ok()) return s;
+        add("decode", depth, seconds);
+      }
+      if (wanted(options, "prefill") && !options.depths.empty()) {
+        Seconds seconds;
+        if (Status s = bench_prefill(sides, depth, seconds); !s.ok()) return s;
+        add("prefill", depth, seconds);
+      }
+      if (Status s = ours.close(); !s.ok()) return s;
     }
   }
   return records;

@@ -69,6 +69,7 @@ class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<
         wake_(io, asio::steady_timer::time_point::max()) {}
 
   const HttpRequest& request() const override { return request_; }
+  std::string take_body() override { return std::move(request_.body); }
 
   void reply(HttpReply reply) override {
     const size_t length = reply.body.size();
@@ -151,7 +152,7 @@ class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<
   }
 
   asio::io_context& io_;
-  const HttpRequest request_;
+  HttpRequest request_;
   const int64_t send_buffer_;
   const bool keep_alive_, head_only_;
   asio::steady_timer wake_;

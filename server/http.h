@@ -50,6 +50,8 @@ class Exchange {
  public:
   virtual ~Exchange() = default;
   virtual const HttpRequest& request() const = 0;
+  // The request's body, once: a stream may last for minutes, and need not hold it.
+  virtual std::string take_body() = 0;
   // The whole answer.
   virtual void reply(HttpReply reply) = 0;
   // The answer in pieces: begin, send any number of times, finish. The body of `head` goes out first.

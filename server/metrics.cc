@@ -64,17 +64,9 @@ class Writer {
   std::string name_, text_;
 };
 
-}  // namespace
-
-std::string metrics_text(const MetricsInput& in) {
+void write_figures(Writer& w, const MetricsInput& in) {
   const engine::SchedulerStats& s = in.scheduler;
   const Stats& cache = s.cache;
-  Writer w;
-  w.family("build_info", "gauge", "Always 1; what runs is in the labels.");
-  w.sample(1, {{"version", in.version}, {"model", in.model}, {"isa", in.isa}, {"kv_quant", in.kv_quant}});
-  w.one("ready", "gauge", "1 while requests are served, 0 while the model loads or the server stops.",
-        int64_t{in.ready});
-
   w.family("prompt_tokens_total", "counter", "Prompt tokens by where their K and V came from.");
   w.sample(static_cast<double>(s.prompt_tokens_computed), {{"source", "computed"}});
   w.sample(static_cast<double>(s.prompt_tokens_cached), {{"source", "cached"}});
@@ -131,6 +123,18 @@ std::string metrics_text(const MetricsInput& in) {
         in.http.bad_requests);
   w.one("http_clients_gone_total", "counter", "Clients that left before their answer was complete.", in.http.gone);
   w.one("http_slow_readers_total", "counter", "Clients cut off because they did not read.", in.http.slow_readers);
+}
+
+}  // namespace
+
+std::string metrics_text(const MetricsInput& in) {
+  Writer w;
+  w.family("build_info", "gauge", "Always 1; what runs is in the labels.");
+  w.sample(1, {{"version", in.version}, {"model", in.model}, {"isa", in.isa}, {"kv_quant", in.kv_quant}});
+  w.one("ready", "gauge", "1 while requests are served, 0 while the model loads or the server stops.",
+        int64_t{in.ready});
+
+  if (in.loaded) write_figures(w, in);
   if (!in.replies.empty()) w.family("http_replies_total", "counter", "Replies by path and status.");
   for (const auto& [key, count] : in.replies)
     w.sample(static_cast<double>(count), {{"path", key.first}, {"code", std::to_string(key.second)}});

@@ -13,6 +13,7 @@ namespace pagedkv::server {
 
 struct MetricsInput {
   std::string version, model, isa, kv_quant;
+  bool loaded = false;  // else there are no figures yet but those of replies
   bool ready = false;
   engine::SchedulerStats scheduler;
   HttpFigures http;

@@ -38,11 +38,14 @@ HttpReply json_reply(const OrderedJson& json) { return {.body = dump(json)}; }
 // which only hand over to it.
 class CompletionJob : public std::enable_shared_from_this<CompletionJob> {
  public:
-  CompletionJob(Service& service, std::shared_ptr<Exchange> exchange, CompletionRequest request, std::string id)
+  // body: to be logged, or empty.
+  CompletionJob(Service& service, std::shared_ptr<Exchange> exchange, CompletionRequest request, std::string id,
+                std::string body)
       : service_(service),
         exchange_(std::move(exchange)),
         request_(std::move(request)),
         id_(std::move(id)),
+        body_(std::move(body)),
         n_(request_.prompts.front().n),
         reply_(request_.endpoint, id_, request_.model, unix_seconds(),
                n_ * std::ssize(request_.prompts), request_.logprobs, request_.include_usage, service.model_->text()) {}
@@ -51,7 +54,7 @@ class CompletionJob : public std::enable_shared_from_this<CompletionJob> {
   void start() {
     left_ = std::ssize(request_.prompts);
     for (size_t i = 0; i < request_.prompts.size(); ++i) {
-      auto id = service_.scheduler_->submit(request_.prompts[i],
+      auto id = service_.scheduler_->submit(std::move(request_.prompts[i]),
                                             std::make_shared<Sink>(shared_from_this(), static_cast<int64_t>(i) * n_));
       if (!id.ok()) {
         // The others are not wanted without it.
@@ -65,7 +68,6 @@ class CompletionJob : public std::enable_shared_from_this<CompletionJob> {
       }
       ids_.push_back(*id);
     }
-    for (engine::ServeRequest& prompt : request_.prompts) std::vector<int32_t>().swap(prompt.prompt);
     exchange_->on_gone([self = shared_from_this()] {
       for (const engine::RequestId id : self->ids_) self->service_.scheduler_->cancel(id);
     });
@@ -106,7 +108,9 @@ class CompletionJob : public std::enable_shared_from_this<CompletionJob> {
     auto all = headers();
     all.emplace_back("Cache-Control", "no-cache");
     service_.count_reply(exchange_->request().path, 200);
-    exchange_->begin({.status = 200, .content_type = "text/event-stream", .body = "", .headers = std::move(all)});
+    HttpReply head{.content_type = "text/event-stream", .body = "", .headers = std::move(all)};
+    service_.allow_origin(head);
+    exchange_->begin(std::move(head));
   }
 
   void add(const engine::Delta& delta) {
@@ -168,7 +172,7 @@ class CompletionJob : public std::enable_shared_from_this<CompletionJob> {
     if (!request_.ignored.empty()) line["ignored"] = request_.ignored;
     if (!failed_.ok()) line["error"] = failed_.message();
     service_.remember(line);
-    if (service_.options_.log_prompts) line["body"] = exchange_->request().body;
+    if (!body_.empty()) line["body"] = body_;
     service_.log(line);
   }
   static double rounded(double seconds) { return static_cast<double>(static_cast<int64_t>(seconds * 1e4 + .5)) / 1e4; }
@@ -176,7 +180,7 @@ class CompletionJob : public std::enable_shared_from_this<CompletionJob> {
   Service& service_;
   const std::shared_ptr<Exchange> exchange_;
   CompletionRequest request_;
-  const std::string id_;
+  const std::string id_, body_;
   const int64_t n_;
   std::vector<engine::RequestId> ids_;
   CompletionReply reply_;
@@ -244,17 +248,12 @@ void Service::handle(const std::shared_ptr<Exchange>& exchange) {
     if (request.path != route.path) continue;
     known = true;
     if (request.method != route.method && !(head && std::string_view(route.method) == "GET")) continue;
-    if (!route.open && !has_key(request)) {
-      reply(exchange, error_reply({.status = 401,
-                                   .message = "a valid API key is needed: Authorization: Bearer KEY",
-                                   .type = "authentication_error",
-                                   .code = "invalid_api_key"}));
-      return;
-    }
+    if (!route.open && !has_key(request)) return refuse_key(exchange);
     (this->*route.handler)(exchange);
     return;
   }
-  if (request.path.starts_with("/v1/models/") && request.method == "GET" && has_key(request)) {
+  if (request.path.starts_with("/v1/models/") && request.method == "GET") {
+    if (!has_key(request)) return refuse_key(exchange);
     model(exchange, request.path.substr(std::string_view("/v1/models/").size()));
     return;
   }
@@ -270,12 +269,22 @@ void Service::handle(const std::shared_ptr<Exchange>& exchange) {
                                .code = "not_found"}));
 }
 
+void Service::refuse_key(const std::shared_ptr<Exchange>& exchange) {
+  reply(exchange, error_reply({.status = 401,
+                               .message = "a valid API key is needed: Authorization: Bearer KEY",
+                               .type = "authentication_error",
+                               .code = "invalid_api_key"}));
+}
+
+void Service::allow_origin(HttpReply& reply) const {
+  if (options_.cors_origin.empty()) return;
+  reply.headers.emplace_back("Access-Control-Allow-Origin", options_.cors_origin);
+  if (options_.cors_origin != "*") reply.headers.emplace_back("Vary", "Origin");
+}
+
 void Service::reply(const std::shared_ptr<Exchange>& exchange, HttpReply reply) {
   const HttpRequest& request = exchange->request();
-  if (!options_.cors_origin.empty()) {
-    reply.headers.emplace_back("Access-Control-Allow-Origin", options_.cors_origin);
-    if (options_.cors_origin != "*") reply.headers.emplace_back("Vary", "Origin");
-  }
+  allow_origin(reply);
   count_reply(request.path, reply.status);
   if (reply.status >= 400)
     log({{"path", request.path.substr(0, 200)}, {"method", request.method}, {"status", reply.status}});
@@ -368,12 +377,15 @@ ApiError Service::not_ready() const {
 // --- the endpoints -----------------------------------------------------------------------------------------------
 void Service::complete(const std::shared_ptr<Exchange>& exchange, Endpoint endpoint) {
   if (const ApiError error = not_ready(); error.status != 0) return reply(exchange, error_reply(error));
-  auto read = read_completion(endpoint, exchange->request().body, model_->text(), limits_);
+  std::string body = exchange->take_body();
+  auto read = read_completion(endpoint, body, model_->text(), limits_);
+  if (!options_.log_prompts) body.clear();
   if (const auto* error = std::get_if<ApiError>(&read)) return reply(exchange, error_reply(*error));
   char id[48];
   std::snprintf(id, sizeof id, "%s-%08llx%08llx", endpoint == Endpoint::kChat ? "chatcmpl" : "cmpl",
                 static_cast<unsigned long long>(created_), static_cast<unsigned long long>(++last_id_));
-  std::make_shared<CompletionJob>(*this, exchange, std::get<CompletionRequest>(std::move(read)), id)->start();
+  std::make_shared<CompletionJob>(*this, exchange, std::get<CompletionRequest>(std::move(read)), id, std::move(body))
+      ->start();
 }
 
 void Service::models(const std::shared_ptr<Exchange>& exchange) {
@@ -454,7 +466,8 @@ void Service::health(const std::shared_ptr<Exchange>& exchange) {
 
 void Service::metrics(const std::shared_ptr<Exchange>& exchange) {
   MetricsInput in{.version = options_.version, .model = options_.model_names.front()};
-  if (ready_) {
+  in.loaded = ready_;
+  if (in.loaded) {
     in.isa = isa_;
     in.kv_quant = kv_quant_;
     in.scheduler = scheduler_->stats();

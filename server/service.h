@@ -57,6 +57,8 @@ class Service {
   void page(const std::shared_ptr<Exchange>& exchange);
 
   void reply(const std::shared_ptr<Exchange>& exchange, HttpReply reply);
+  void refuse_key(const std::shared_ptr<Exchange>& exchange);
+  void allow_origin(HttpReply& reply) const;  // the header that lets pages of cors_origin read it
   bool has_key(const HttpRequest& request) const;
   bool is_foreign_page(const HttpRequest& request) const;
   ApiError not_ready() const;  // status 0: it is ready

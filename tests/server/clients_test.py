@@ -169,6 +169,13 @@ class Prometheus(unittest.TestCase):
                 self.assertTrue(value == value and abs(value) != float("inf"), line)
         return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
 
+    def test_while_loading(self):
+        server = Served(load_seconds=1)
+        try:
+            self.assertEqual(self.check(server)["pagedkv_ready"], "0")
+        finally:
+            server.__exit__()
+
     def test_before_and_after_requests(self):  # O-MET-01, -03
         with Served() as server:
             self.check(server)

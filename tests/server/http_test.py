@@ -353,6 +353,25 @@ class Clients(unittest.TestCase):
             time.sleep(0.05)
         return server.stats()["http"]["slow_readers"]
 
+    def test_a_thousand_streams_that_wait_cost_little(self):
+        with Served(max_num_seqs=1, max_queue=2000, step_ms=20, context=4096) as server:
+            running = stream_socket(server, {**user("loop:abc"), "max_tokens": 4000})
+            running.recv(4096)
+            before = server.rss()
+            waiting = [stream_socket(server, {**user(f"say:{i}"), "max_tokens": 100}) for i in range(1000)]
+            until = time.time() + 20
+            while server.stats()["scheduler"]["waiting"] < 1000 and time.time() < until:
+                time.sleep(0.05)
+            self.assertEqual(server.stats()["scheduler"]["waiting"], 1000)
+            self.assertLess((server.rss() - before) / 1000, 64 << 10)
+            began = time.time()
+            self.assertEqual(server.get("/health")[0], 200)
+            self.assertLess(time.time() - began, 1)
+            for sock in [running, *waiting]:
+                sock.close()
+            server.idle(20)
+            self.assertEqual(server.stats()["scheduler"]["cancelled"], 1001)
+
     def test_slow_headers_and_bodies_are_cut_off(self):
         with Served(header_seconds=1, body_seconds=1) as server:
             slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
@@ -468,7 +487,7 @@ class Operation(unittest.TestCase):
         with Served(key="secret-key") as server:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer secret-key2"},
                             {"Authorization": "secret-key"}, {"Authorization": "Bearer "}):
-                for path in ("/v1/models", "/metrics", "/stats"):
+                for path in ("/v1/models", "/v1/models/scripted", "/metrics", "/stats"):
                     self.assertEqual(server.get(path, headers=headers)[0], 401)
             right = {"Authorization": "Bearer secret-key"}
             self.assertEqual(server.get("/v1/models", headers=right)[0], 200)
@@ -483,6 +502,9 @@ class Operation(unittest.TestCase):
                                          headers={"Origin": f"http://127.0.0.1:{server.port}"})[0], 200)
         with Served(cors="https://good.example") as server:
             status, headers, _ = server.request("POST", "/v1/chat/completions", user("say:x"),
+                                                {"Origin": "https://good.example"})
+            self.assertEqual((status, headers["Access-Control-Allow-Origin"]), (200, "https://good.example"))
+            status, headers, _ = server.request("POST", "/v1/chat/completions", {**user("say:x"), "stream": True},
                                                 {"Origin": "https://good.example"})
             self.assertEqual((status, headers["Access-Control-Allow-Origin"]), (200, "https://good.example"))
             self.assertEqual(server.request("OPTIONS", "/v1/chat/completions",
