@@ -6,6 +6,7 @@
 #include <chrono>
 #include <latch>
 #include <thread>
+#include <utility>
 
 #include "bench/bench.h"
 #include "bench/measure.h"
@@ -45,6 +46,19 @@ class Ours {
     id_ = started->id;
     return Status();
   }
+  // From here on tokens go into a fork, and back() starts a new one: behind a window nothing can be truncated.
+  Status mark() {
+    base_ = id_;
+    return refork();
+  }
+  Status back() {
+    if (Status status = engine_.cache().release(id_); !status.ok()) return status;
+    return refork();
+  }
+  Status unmark() {
+    const SequenceId fork = std::exchange(id_, base_);
+    return engine_.cache().release(fork);
+  }
   Status close() { return engine_.cache().release(id_); }
   Status feed(std::span<const int32_t> tokens) {
     while (!tokens.empty()) {
@@ -57,11 +71,16 @@ class Ours {
     }
     return Status();
   }
-  Status truncate(int64_t length) { return engine_.cache().truncate(id_, Tokens(length)); }
 
  private:
+  Status refork() {
+    auto fork = engine_.cache().fork(base_);
+    if (fork.ok()) id_ = *fork;
+    return fork.status();
+  }
+
   engine::Engine& engine_;
-  SequenceId id_;
+  SequenceId id_, base_;
 };
 
 Record record(const std::string& name, const engine::Engine& engine, Format format, int64_t depth,
@@ -120,13 +139,14 @@ Status feed(const Sides& sides, int64_t from, int64_t to, Seconds* seconds) {
   return Status();
 }
 
-Status truncate(const Sides& sides, int64_t length) {
+Status back(const Sides& sides, int64_t length) {
   if (sides.peer != nullptr) sides.peer->truncate(length);
-  return sides.ours.truncate(length);
+  return sides.ours.back();
 }
 
 // Seconds of one decoded token at `depth`, where both are before and after.
 Status bench_decode(const Sides& sides, int64_t depth, Seconds& seconds) {
+  if (Status s = sides.ours.mark(); !s.ok()) return s;
   for (int round = 0; round < kRounds + 1; ++round) {  // the first one warms up
     for (int i = 0; i < kDecodeSteps; ++i) {
       const double begin = now_seconds();
@@ -139,20 +159,21 @@ Status bench_decode(const Sides& sides, int64_t depth, Seconds& seconds) {
       if (!sides.peer->feed(sides.tokens.subspan(size_t(depth + i), 1))) return peer_failed();
       if (round > 0) seconds.peer.push_back(now_seconds() - begin);
     }
-    if (Status s = truncate(sides, depth); !s.ok()) return s;
+    if (Status s = back(sides, depth); !s.ok()) return s;
     std::this_thread::sleep_for(kPause);
   }
-  return Status();
+  return sides.ours.unmark();
 }
 
 // Seconds of 512 tokens after `depth` (0: from the start), where both are before and after.
 Status bench_prefill(const Sides& sides, int64_t depth, Seconds& seconds) {
   const int rounds = depth >= kDeep ? kDeepRounds : kRounds;
+  if (Status s = sides.ours.mark(); !s.ok()) return s;
   for (int round = 0; round < rounds + 1; ++round) {
     if (Status s = feed(sides, depth, depth + kPrefill, round > 0 ? &seconds : nullptr); !s.ok()) return s;
-    if (Status s = truncate(sides, depth); !s.ok()) return s;
+    if (Status s = back(sides, depth); !s.ok()) return s;
   }
-  return Status();
+  return sides.ours.unmark();
 }
 
 // --- many sequences --------------------------------------------------------------------------------------------
@@ -285,6 +306,7 @@ Result<std::vector<Record>> bench_model(const BenchOptions& options, std::ostrea
                                         .threads = options.threads,
                                         .kv_formats = {format, format},
                                         .query_path = options.query_path,
+                                        .max_sequences = 2,  // a sequence and its fork
                                         .reproducible = options.reproducible,
                                         .allow_past_trained_context = true});
     if (!engine.ok()) return engine.status();

@@ -200,12 +200,16 @@ class LlamaSampler : public Sampler {
   };
   std::unique_ptr<llama_sampler, Free> chain_;    // null when greedy
   std::unique_ptr<llama_sampler, Free> grammar_;  // null when any answer will do
-  std::vector<llama_token_data> candidates_;
-  std::vector<float> changed_;              // logits with bias and penalties
+  // Shared by all samplers of a thread: as long as the vocabulary, and meaningless between two draws.
+  static thread_local std::vector<llama_token_data> candidates_;
+  static thread_local std::vector<float> changed_;  // logits with bias and penalties
   std::deque<int32_t> recent_;              // the last repeat_last_n tokens
   std::unordered_map<int32_t, int> seen_;   // how often each is in recent_; never 0
   std::unordered_map<int32_t, int> drawn_;  // how often the answer has each
 };
+
+thread_local std::vector<llama_token_data> LlamaSampler::candidates_;
+thread_local std::vector<float> LlamaSampler::changed_;
 
 // --- chat templates ----------------------------------------------------------------------------------------------
 // The content of the system turn that a ChatML template writes out itself for conversations that bring none. It is

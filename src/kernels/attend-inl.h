@@ -97,7 +97,8 @@ struct Block {
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return a <= 0 ? 0 : (a + b - 1) / b; }
 
-// The blocks of one part in order. A part takes the (item, KV head) units that begin inside its share of the cost.
+// The blocks of one part in order. A part takes the (item, KV head) units whose middle lies inside its share of the
+// cost: with units of 256 tokens and one more behind, two parts are even that way (by their beginnings, 4 to 2).
 class Blocks {
  public:
   Blocks(const AttendCall& call, Part part)
@@ -158,9 +159,13 @@ class Blocks {
       return;
     }
     const WorkItem& item = call_.items[item_];
-    head_ = min64(call_.layer.num_kv_heads, divide_up(begin_ - item.cost_before, item.cost));
-    head_end_ = min64(call_.layer.num_kv_heads, divide_up(end_ - item.cost_before, item.cost));
+    head_ = first_head_behind(item, begin_);
+    head_end_ = first_head_behind(item, end_);
     token_ = item.row_begin;
+  }
+
+  int64_t first_head_behind(const WorkItem& item, int64_t cost) const {
+    return min64(call_.layer.num_kv_heads, divide_up(2 * (cost - item.cost_before) - item.cost, 2 * item.cost));
   }
 
   const AttendCall& call_;

@@ -73,14 +73,14 @@ TEST(PlanWork, RunsBehindTheWindowAreNotVisited) {
   EXPECT_EQ(plan.items[2].run_begin, 9999 / 256);
 }
 
-// Units of an item and a KV head go to the part in whose share of the cost they begin (attend).
+// Units of an item and a KV head go to the part in whose share of the cost their middle lies (attend).
 double largest_part_over_mean(const Plan& plan, int64_t kv_heads, int parts) {
   std::vector<int64_t> costs(static_cast<size_t>(parts), 0);
   for (const kernels::WorkItem& item : plan.items) {
     for (int64_t head = 0; head < kv_heads; ++head) {
-      const int64_t at = item.cost_before + item.cost * head;
+      const int64_t twice_middle = 2 * (item.cost_before + item.cost * head) + item.cost;
       int part = 0;
-      while (plan.totals.total_cost * (part + 1) / parts <= at) ++part;
+      while (2 * (plan.totals.total_cost * (part + 1) / parts) <= twice_middle) ++part;
       costs[static_cast<size_t>(part)] += item.cost;
     }
   }
@@ -106,6 +106,13 @@ TEST(PlanWork, PartsAreEvenWithinATenthForOneLongSequenceAndForManyShortOnes) {
           << shape.sequences << " x " << shape.tokens << ", " << shape.heads_kv << " KV heads, " << parts
           << " parts";
     }
+  }
+}
+
+TEST(PlanWork, OneTokenMoreDoesNotMakeTwoPartsUneven) {
+  for (const int tokens : {512, 513, 514, 1024, 1025, 2048, 2049}) {
+    const Plan plan({{tokens, 1}}, 0, 3, 9);
+    EXPECT_LE(largest_part_over_mean(plan, 3, 2), 1.05) << tokens;
   }
 }
 

@@ -390,6 +390,30 @@ class Clients(unittest.TestCase):
                     pass
             self.assertLess(server.stats()["http"]["connections"], 5)
 
+    def test_conversations_never_see_each_others_text(self):  # O-CONC-11
+        with Served(max_num_seqs=2, num_blocks=40, block_size=4, context=160) as server:
+            marks = [f"mark{i}" * 3 for i in range(6)]
+
+            def turn(i, n):
+                status, answer = server.post("/v1/completions", {"prompt": f"{marks[i]} {'x' * n} say:{marks[i]}"})
+                self.assertEqual((status, answer["choices"][0]["text"]), (200, marks[i]))
+                usage = answer["usage"]
+                return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+            prompt = cached = 0
+            for n in range(20):
+                results = []
+                threads = [threading.Thread(target=lambda i=i: results.append(turn((n + i) % 6, n))) for i in range(4)]
+                for t in threads:
+                    t.start()
+                for t in threads:
+                    t.join()
+                self.assertEqual(len(results), 4)
+                prompt += sum(r[0] for r in results)
+                cached += sum(r[1] for r in results)
+            s = server.idle()["scheduler"]
+            self.assertEqual((s["prompt_tokens_cached"], s["prompt_tokens_computed"] >= prompt - cached), (cached, True))
+
     def test_many_clients_that_leave_are_all_counted(self):  # O-MET-04
         import random
         rng = random.Random(5)

@@ -166,6 +166,31 @@ TEST(Scheduler, APoolMuchTooSmallForTheLoadServesEverybody) {
   world.expect_no_block_is_held();
 }
 
+TEST(Scheduler, APoolMuchTooSmallIsFairToClientsThatAskAlike) {
+  // Room for one request and a bit; ten clients ask for twenty times as much at any moment.
+  World world({.block_size = 4, .num_blocks = 14, .context = 56, .step_seconds = 0.0005},
+              {.max_num_seqs = 10, .max_queue = 100});
+  constexpr int kClients = 10;
+  std::atomic<int> total{0};
+  std::array<int, kClients> served{};
+  std::vector<std::thread> clients;
+  for (int c = 0; c < kClients; ++c) {
+    clients.emplace_back([&, c] {
+      while (total < 150) {
+        const std::string prompt = "client " + std::to_string(c) + " turn " + std::to_string(served[size_t(c)]);
+        auto sink = std::make_shared<Collector>();
+        ASSERT_TRUE(world.scheduler->submit(request_of(prompt, 20), sink).ok());
+        EXPECT_EQ(sink->text(), expected(prompt, 20));
+        ++served[size_t(c)];
+        ++total;
+      }
+    });
+  }
+  for (std::thread& client : clients) client.join();
+  const auto [least, most] = std::minmax_element(served.begin(), served.end());
+  EXPECT_LE(*most, 2 * *least) << *least << " to " << *most;
+}
+
 TEST(Scheduler, SeveralChoicesShareThePromptAndAllEnd) {
   World world;
   auto sink = world.ask("a prompt of more than a block or two of tokens", 8, 4);
