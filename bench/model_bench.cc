@@ -18,8 +18,8 @@
 namespace pagedkv::bench {
 namespace {
 
-constexpr int kRounds = 5;        // ours and the peer's, in turn
-constexpr int kDeepRounds = 2;    // of chunks of prompts, from kDeep stored tokens on: libllama takes 10 s for one
+constexpr int kRounds = 5;      // ours and the peer's, in turn
+constexpr int kDeepRounds = 2;  // of chunks of prompts, from kDeep stored tokens on: libllama takes 10 s for one
 constexpr int64_t kDeep = 4096;
 constexpr int kDecodeSteps = 24;  // a round
 constexpr int64_t kPrefill = 512;

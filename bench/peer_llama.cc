@@ -59,8 +59,7 @@ class Llama : public LlamaPeer {
     }
     for (int64_t step = 1; ok && step < n_tokens; ++step) {
       batch.n_tokens = 0;
-      for (int32_t s = 0; s < n; ++s)
-        add(next[size_t(s)], int64_t(prompts[size_t(s)].size()) + step - 1, s, true);
+      for (int32_t s = 0; s < n; ++s) add(next[size_t(s)], int64_t(prompts[size_t(s)].size()) + step - 1, s, true);
       ok = llama_decode(context, batch) == 0;
       for (int32_t s = 0; ok && s < n; ++s) next[size_t(s)] = best(s);
     }

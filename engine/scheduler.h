@@ -121,8 +121,9 @@ class Scheduler {
   // Any thread. Ends all requests with kUnavailable and joins the thread.
   void stop();
 
-  // Any thread. As of the last time that a request came or ended, or a quarter of a second ago at most. `with_blocks`: also the state of
-  // each block, from the next step on and as long as somebody asks every few seconds.
+  // Any thread. As of the last time that a request came or ended, or a quarter of a second ago at most.
+  // `with_blocks`: also the state of each block, from the next step on and as long as somebody asks every few
+  // seconds.
   SchedulerStats stats(bool with_blocks = false) const;
   // Not ok: the engine's thread has ended, and why.
   Status health() const;

@@ -83,19 +83,19 @@ class LlamaSampler : public Sampler {
 
   int32_t sample(std::span<const float> logits) override {
     if (changes_logits()) {
-      changed_.assign(logits.begin(), logits.end());
-      change(changed_);
-      logits = changed_;
+      changed.assign(logits.begin(), logits.end());
+      change(changed);
+      logits = changed;
     }
     int32_t token = choose(logits);
     if (grammar_) {
       // Few tokens of a vocabulary fit a grammar, and asking it about each takes long: most draws fit as they are.
       if (!fits(token)) {
         candidates_of(logits);
-        llama_token_data_array array{candidates_.data(), candidates_.size(), -1, false};
+        llama_token_data_array array{candidates.data(), candidates.size(), -1, false};
         llama_sampler_apply(grammar_.get(), &array);
-        std::erase_if(candidates_, [](const llama_token_data& c) { return !(c.logit > -INFINITY); });
-        if (!candidates_.empty()) token = greedy_ ? best_candidate() : draw(false);
+        std::erase_if(candidates, [](const llama_token_data& c) { return !(c.logit > -INFINITY); });
+        if (!candidates.empty()) token = greedy_ ? best_candidate() : draw(false);
       }
       llama_sampler_accept(grammar_.get(), token);
     }
@@ -150,8 +150,8 @@ class LlamaSampler : public Sampler {
   }
 
   void candidates_of(std::span<const float> logits) {
-    candidates_.resize(logits.size());
-    for (size_t i = 0; i < logits.size(); ++i) candidates_[i] = {static_cast<llama_token>(i), logits[i], 0};
+    candidates.resize(logits.size());
+    for (size_t i = 0; i < logits.size(); ++i) candidates[i] = {static_cast<llama_token>(i), logits[i], 0};
   }
 
   // The k likeliest tokens, likeliest first; of equals the first.
@@ -159,29 +159,29 @@ class LlamaSampler : public Sampler {
     const auto likelier = [](const llama_token_data& a, const llama_token_data& b) {
       return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
     };
-    candidates_.clear();  // a heap with the least likely on top
+    candidates.clear();  // a heap with the least likely on top
     float least = -INFINITY;
     for (size_t i = 0; i < logits.size(); ++i) {
-      if (candidates_.size() == k) {
+      if (candidates.size() == k) {
         if (!(logits[i] > least)) continue;
-        std::pop_heap(candidates_.begin(), candidates_.end(), likelier);
-        candidates_.pop_back();
+        std::pop_heap(candidates.begin(), candidates.end(), likelier);
+        candidates.pop_back();
       }
-      candidates_.push_back({static_cast<llama_token>(i), logits[i], 0});
-      std::push_heap(candidates_.begin(), candidates_.end(), likelier);
-      if (candidates_.size() == k) least = candidates_.front().logit;
+      candidates.push_back({static_cast<llama_token>(i), logits[i], 0});
+      std::push_heap(candidates.begin(), candidates.end(), likelier);
+      if (candidates.size() == k) least = candidates.front().logit;
     }
-    std::sort_heap(candidates_.begin(), candidates_.end(), likelier);
+    std::sort_heap(candidates.begin(), candidates.end(), likelier);
   }
 
   int32_t best_candidate() const {
-    return std::max_element(candidates_.begin(), candidates_.end(),
+    return std::max_element(candidates.begin(), candidates.end(),
                             [](const auto& a, const auto& b) { return a.logit < b.logit; })
         ->id;
   }
 
   int32_t draw(bool sorted) {
-    llama_token_data_array array{candidates_.data(), candidates_.size(), -1, sorted};
+    llama_token_data_array array{candidates.data(), candidates.size(), -1, sorted};
     llama_sampler_apply(chain_.get(), &array);
     return array.data[array.selected].id;
   }
@@ -201,15 +201,15 @@ class LlamaSampler : public Sampler {
   std::unique_ptr<llama_sampler, Free> chain_;    // null when greedy
   std::unique_ptr<llama_sampler, Free> grammar_;  // null when any answer will do
   // Shared by all samplers of a thread: as long as the vocabulary, and meaningless between two draws.
-  static thread_local std::vector<llama_token_data> candidates_;
-  static thread_local std::vector<float> changed_;  // logits with bias and penalties
-  std::deque<int32_t> recent_;              // the last repeat_last_n tokens
-  std::unordered_map<int32_t, int> seen_;   // how often each is in recent_; never 0
-  std::unordered_map<int32_t, int> drawn_;  // how often the answer has each
+  static thread_local std::vector<llama_token_data> candidates;
+  static thread_local std::vector<float> changed;  // logits with bias and penalties
+  std::deque<int32_t> recent_;                     // the last repeat_last_n tokens
+  std::unordered_map<int32_t, int> seen_;          // how often each is in recent_; never 0
+  std::unordered_map<int32_t, int> drawn_;         // how often the answer has each
 };
 
-thread_local std::vector<llama_token_data> LlamaSampler::candidates_;
-thread_local std::vector<float> LlamaSampler::changed_;
+thread_local std::vector<llama_token_data> LlamaSampler::candidates;
+thread_local std::vector<float> LlamaSampler::changed;
 
 // --- chat templates ----------------------------------------------------------------------------------------------
 // The content of the system turn that a ChatML template writes out itself for conversations that bring none. It is

@@ -2,6 +2,7 @@
 
 #include <map>
 #include <optional>
+#include <ranges>
 #include <set>
 #include <string_view>
 #include <utility>
@@ -203,7 +204,7 @@ class Grammar {
     } catch (const OrderedJson::exception&) {
       return refuse(where, "$ref is \"" + path + "\", which is not in the schema");
     }
-    const std::string name = "d" + std::to_string(references_.size() + 1);
+    std::string name = "d" + std::to_string(references_.size() + 1);
     references_[path] = name;  // before it is read: it may name itself
     const std::string rule = rule_of(*target, where);
     if (rule == name) return refuse(where, "$ref \"" + path + "\" is nothing but itself");
@@ -281,9 +282,9 @@ class Grammar {
       members.emplace_back(name, rule_of(value, where + ".properties." + name));
     // From the last property to the first: rules for "nothing written yet" and "something written".
     std::string first = tail_first.empty() ? "\"\"" : tail_first, after = tail_after.empty() ? "\"\"" : tail_after;
-    for (auto member = members.rbegin(); member != members.rend(); ++member) {
-      const std::string pair = literal(OrderedJson(member->first).dump()) + " ws \":\" ws " + member->second;
-      const bool needed = required.contains(member->first);
+    for (const auto& [name, value] : members | std::views::reverse) {
+      const std::string pair = literal(OrderedJson(name).dump()) + " ws \":\" ws " + value;
+      const bool needed = required.contains(name);
       const std::string new_first = pair + " " + after + (needed ? "" : " | " + first);
       const std::string new_after = "ws \",\" ws " + pair + " " + after + (needed ? "" : " | " + after);
       first = add(new_first);

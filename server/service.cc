@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <random>
 #include <utility>
@@ -175,7 +176,7 @@ class CompletionJob : public std::enable_shared_from_this<CompletionJob> {
     if (!body_.empty()) line["body"] = body_;
     service_.log(line);
   }
-  static double rounded(double seconds) { return static_cast<double>(static_cast<int64_t>(seconds * 1e4 + .5)) / 1e4; }
+  static double rounded(double seconds) { return static_cast<double>(std::llround(seconds * 1e4)) / 1e4; }
 
   Service& service_;
   const std::shared_ptr<Exchange> exchange_;

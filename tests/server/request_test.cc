@@ -27,9 +27,30 @@ const char* const kBodies[] = {
 TEST(Request, AHundredThousandDamagedBodiesAreReadOrRefused) {
   const engine::ScriptedText text;
   std::mt19937 random(3);
-  const std::string pieces[] = {"{",    "}",    "[",    "]",      "\"",    ":",     ",",         "null",   "true", "-1",
-                                "1e99", "1e9",  "\\u",  "\xff",   "\\ud8", "0.5",   "9223372036854775808", "[[[[[[", "\"\"", "{}",
-                                "\"n\"", "\"stop\"", "\n", "\x01"};
+  const std::string pieces[] = {"{",
+                                "}",
+                                "[",
+                                "]",
+                                "\"",
+                                ":",
+                                ",",
+                                "null",
+                                "true",
+                                "-1",
+                                "1e99",
+                                "1e9",
+                                "\\u",
+                                "\xff",
+                                "\\ud8",
+                                "0.5",
+                                "9223372036854775808",
+                                "[[[[[[",
+                                "\"\"",
+                                "{}",
+                                "\"n\"",
+                                "\"stop\"",
+                                "\n",
+                                "\x01"};
   int good = 0, refused = 0;
   for (int i = 0; i < 100000; ++i) {
     std::string body = kBodies[random() % std::size(kBodies)];
@@ -72,7 +93,8 @@ TEST(Request, AHundredThousandDamagedBodiesAreReadOrRefused) {
 
 std::string grammar_of(const char* schema) {
   auto grammar = schema_grammar(OrderedJson::parse(schema), "schema");
-  if (const auto* error = std::get_if<ApiError>(&grammar)) return "refused: " + error->param + ": " + error->message;
+  if (const auto* error = std::get_if<ApiError>(&grammar))
+    return "refused: " + error->param + ": " + error->message;
   return std::get<std::string>(grammar);
 }
 
@@ -92,16 +114,26 @@ TEST(JsonGrammar, LibllamaReadsEveryGrammar) {
   ASSERT_TRUE(text.ok());
   std::vector<std::string> grammars = {json_object_grammar()};
   for (const char* schema :
-       {R"({})", R"(true)", R"({"type":"object"})", R"({"type":"array"})", R"({"type":"string"})",
-        R"({"type":"integer"})", R"({"type":"number"})", R"({"type":"boolean"})", R"({"type":"null"})",
+       {R"({})",
+        R"(true)",
+        R"({"type":"object"})",
+        R"({"type":"array"})",
+        R"({"type":"string"})",
+        R"({"type":"integer"})",
+        R"({"type":"number"})",
+        R"({"type":"boolean"})",
+        R"({"type":"null"})",
         R"({"type":"object","properties":{"a":{"type":"string"},"b":{"type":"integer"}},"required":["b"]})",
         R"({"type":"object","properties":{"a \"q\" \\ \n":{"type":"string"}},"required":["a \"q\" \\ \n"]})",
         R"({"type":"object","properties":{"a":{}},"additionalProperties":{"type":"number"}})",
         R"({"type":"object","additionalProperties":true})",
         R"({"type":"array","items":{"type":"number"},"minItems":2,"maxItems":4})",
         R"({"type":"array","prefixItems":[{"type":"number"},{"type":"string"}]})",
-        R"({"type":"string","minLength":2,"maxLength":5})", R"({"enum":["a",1,null,{"x":[1]}]})", R"({"const":"c"})",
-        R"({"anyOf":[{"type":"string"},{"type":"null"}]})", R"({"type":["string","null"],"maxLength":3})",
+        R"({"type":"string","minLength":2,"maxLength":5})",
+        R"({"enum":["a",1,null,{"x":[1]}]})",
+        R"({"const":"c"})",
+        R"({"anyOf":[{"type":"string"},{"type":"null"}]})",
+        R"({"type":["string","null"],"maxLength":3})",
         R"({"$ref":"#/$defs/tree","$defs":{"tree":{"type":"object","properties":{"kids":{"type":"array",
             "items":{"$ref":"#/$defs/tree"}}},"required":["kids"]}}})"}) {
     grammars.push_back(grammar_of(schema));

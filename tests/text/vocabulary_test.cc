@@ -158,12 +158,12 @@ TEST_F(Vocabulary, TheSameSeedDrawsTheSameTokens) {
 TEST_F(Vocabulary, SamplingEqualsLibllamasChain) {
   constexpr int kVocabulary = 1000;
   const SamplingOptions kOptions{.temperature = 0.7f,
-                                     .top_k = 20,
-                                     .top_p = 0.9f,
-                                     .min_p = 0.02f,
-                                     .repeat_penalty = 1.3f,
-                                     .repeat_last_n = 16,
-                                     .seed = 42};
+                                 .top_k = 20,
+                                 .top_p = 0.9f,
+                                 .min_p = 0.02f,
+                                 .repeat_penalty = 1.3f,
+                                 .repeat_last_n = 16,
+                                 .seed = 42};
   auto ours = text->make_sampler(kOptions);
   llama_sampler* chain = llama_sampler_chain_init(llama_sampler_chain_default_params());
   for (llama_sampler* sampler :
