@@ -1,8 +1,8 @@
 #include "server/json_grammar.h"
 
+#include <algorithm>
 #include <map>
 #include <optional>
-#include <ranges>
 #include <set>
 #include <string_view>
 #include <utility>
@@ -282,7 +282,8 @@ class Grammar {
       members.emplace_back(name, rule_of(value, where + ".properties." + name));
     // From the last property to the first: rules for "nothing written yet" and "something written".
     std::string first = tail_first.empty() ? "\"\"" : tail_first, after = tail_after.empty() ? "\"\"" : tail_after;
-    for (const auto& [name, value] : members | std::views::reverse) {
+    std::reverse(members.begin(), members.end());
+    for (const auto& [name, value] : members) {
       const std::string pair = literal(OrderedJson(name).dump()) + " ws \":\" ws " + value;
       const bool needed = required.contains(name);
       const std::string new_first = pair + " " + after + (needed ? "" : " | " + first);
