@@ -4,6 +4,9 @@ import unittest
 from process import MODEL, TEXT, CliTest, needs_model, needs_text, pagedkv
 
 LIBLLAMA_F16 = 22.886  # llama.cpp over the first 4 chunks of 512
+# ggml rounds activations to 8 bits, so that a last bit of attention moves whole figures: libllama's own two kernels are
+# 0.44 % apart. Where weights are f32, ours and libllama's agree to 0.003 % (tests/engine).
+KERNEL_NOISE = 0.0045
 SHORT = ["-c", "64", "--chunks", "1", "-t", "1"]
 
 
@@ -20,7 +23,7 @@ class Perplexity(CliTest):
     @needs_text
     def test_f16_is_libllamas_figure_and_q8_is_near(self):
         got = self.score("-c", "512", "--chunks", "4", "--kv-quant", "q8", "--reference", "off")
-        self.assertAlmostEqual(got["ppl_reference"] / LIBLLAMA_F16, 1, delta=0.002)
+        self.assertAlmostEqual(got["ppl_reference"] / LIBLLAMA_F16, 1, delta=KERNEL_NOISE)
         self.assertAlmostEqual(got["ppl"] / got["ppl_reference"], 1, delta=0.006)
         self.assertLess(got["kld_mean"], 0.008)
         self.assertLess(got["kld_mean"], got["kld_p999"])

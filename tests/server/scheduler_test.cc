@@ -327,19 +327,23 @@ TEST(Scheduler, LargeRequestsAreNotPassedForEver) {
   for (size_t i = 0; i < small.size(); ++i) EXPECT_EQ(small[i]->text(), expected("s" + std::to_string(i), 12));
 }
 
-TEST(Scheduler, LongPromptsDoNotStopAnswers) {
-  World world({.num_blocks = 512, .context = 4096, .token_seconds = 0.0005},
+TEST(Scheduler, PromptsAreCutSoThatStepsStayShortWhileAnswersGrow) {
+  World world({.num_blocks = 1024, .context = 8192, .token_seconds = 0.0005},
               {.max_num_seqs = 4, .max_num_batched_tokens = Tokens(512), .max_step_seconds = 0.03});
-  auto answer = world.ask("short", 200);
-  answer->wait_for_text(20);
-  auto prompt = world.ask(std::string(3000, 'x'), 2);
-  prompt->wait();
-  answer->wait();
-  const Histogram gaps = world.idle().between_tokens_seconds;
-  int64_t slow = 0;  // longer than 0.2 s; whole chunks would take 0.26
-  for (size_t i = 0; i < gaps.counts.size(); ++i)
-    if (i >= gaps.bounds.size() || gaps.bounds[i] > 0.2) slow += gaps.counts[i];
-  EXPECT_LE(slow, 2);  // the first chunk, before its cost is known
+  auto answer = world.ask("short", -1);
+  answer->wait_for_text(5);
+  world.ask(std::string(700, 'x'), 1)->wait();  // what a token costs is learned from the first chunk
+  world.model->largest_step = 0;
+  world.ask(std::string(1500, 'y'), 1)->wait();
+  EXPECT_LE(world.model->largest_step, 70);  // 60 of them take the 0.03 s
+  EXPECT_GT(world.model->largest_step, 1);
+  EXPECT_FALSE(answer->ended());
+}
+
+TEST(Scheduler, PromptsAloneAreNotCut) {
+  World world({.num_blocks = 256, .context = 2048, .token_seconds = 0.0001}, {.max_step_seconds = 0.001});
+  world.ask(std::string(700, 'x'), 1)->wait();
+  EXPECT_EQ(world.model->largest_step, 512);
 }
 
 TEST(Scheduler, LogProbabilitiesComeWithEachToken) {

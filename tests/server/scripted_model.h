@@ -118,6 +118,7 @@ class ScriptedModel : public StepModel {
     if (!statuses.ok()) return statuses.status();
     ++steps;
     tokens += n_tokens;
+    largest_step = std::max(largest_step.load(), n_tokens);
 
     StepOutput out;
     out.statuses = std::move(*statuses);
@@ -170,7 +171,7 @@ class ScriptedModel : public StepModel {
     return text;
   }
 
-  std::atomic<int64_t> steps{0}, tokens{0};
+  std::atomic<int64_t> steps{0}, tokens{0}, largest_step{0};
   std::atomic<bool> hurry{false};  // no more waiting
 
  private:
