@@ -363,7 +363,8 @@ class Clients(unittest.TestCase):
             while server.stats()["scheduler"]["waiting"] < 1000 and time.time() < until:
                 time.sleep(0.05)
             self.assertEqual(server.stats()["scheduler"]["waiting"], 1000)
-            self.assertLess((server.rss() - before) / 1000, 64 << 10)
+            if "PAGEDKV_SANITIZED" not in os.environ:
+                self.assertLess((server.rss() - before) / 1000, 64 << 10)
             began = time.time()
             self.assertEqual(server.get("/health")[0], 200)
             self.assertLess(time.time() - began, 1)
