@@ -257,6 +257,7 @@ Result<Record> bench_batch(const BenchOptions& options, const std::string& name,
       ends.wait();
       seconds.push_back(now_seconds() - begin);
       if (failed != 0) return Status(Code::kInternal, "[bench] " + std::to_string(failed) + " requests failed");
+      (*scheduler)->stop();  // from here on the cache is this thread's again
       (*engine)->cache().clear_cached();
     }
     if (!peer) continue;

@@ -158,10 +158,12 @@ struct Scheduler::Impl {
   double seconds_per_prompt_token = 0, decode_seconds = 0;  // of the last steps
   size_t first_decoder = 0;  // where the next step begins, when not all answers fit into one
 
+  int64_t max_choices() const { return std::min(kMaxChoices, options.max_num_seqs); }
+
   // --- requests -------------------------------------------------------------------------------------------------
   Result<RequestId> submit(ServeRequest request, std::shared_ptr<RequestSink> sink) {
     if (Status s = check_prompt(request.prompt, context, text.vocab_size()); !s.ok()) return s;
-    const int64_t most = std::min(kMaxChoices, options.max_num_seqs);
+    const int64_t most = max_choices();
     if (request.n < 1 || request.n > most)
       return invalid_argument("n is " + std::to_string(request.n) + ", allowed are 1 to " + std::to_string(most));
     if (request.top_logprobs > kMaxTopLogprobs) {
@@ -459,6 +461,7 @@ struct Scheduler::Impl {
   void take(const std::vector<Share>& chosen, const StepOutput& out) {
     const auto vocab = static_cast<size_t>(text.vocab_size());
     const auto now = Clock::now();
+    std::vector<Stream*> gone;  // their request failed in this step
     for (size_t i = 0; i < chosen.size(); ++i) {
       Stream& s = *chosen[i].stream;
       if (!out.statuses[i].ok()) {
@@ -481,9 +484,7 @@ struct Scheduler::Impl {
         while (std::ssize(s.job->streams) < s.job->request.n) grown.push_back(fork(s));
       for (Stream* stream : grown) grow(*stream, logits, now);
     }
-    gone.clear();
   }
-  std::vector<Stream*> gone;  // of the step at hand: their request failed
 
   Stream* fork(Stream& first) {
     Job& job = *first.job;
@@ -656,5 +657,6 @@ int64_t Scheduler::open_requests() const {
   return impl_->open_requests;
 }
 const SchedulerOptions& Scheduler::options() const { return impl_->options; }
+int64_t Scheduler::max_choices() const { return impl_->max_choices(); }
 
 }  // namespace pagedkv::engine

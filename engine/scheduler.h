@@ -129,6 +129,7 @@ class Scheduler {
   Status health() const;
   int64_t open_requests() const;
   const SchedulerOptions& options() const;
+  int64_t max_choices() const;  // largest n of a request
 
  private:
   struct Impl;

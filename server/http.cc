@@ -26,6 +26,7 @@
 #include <unordered_set>
 
 #include "pagedkv/log.h"
+#include "server/api_error.h"
 
 namespace pagedkv::server {
 namespace {
@@ -326,9 +327,21 @@ std::string lower(std::string_view text) {
 }
 
 HttpReply refusal(int status, const std::string& message) {
-  std::string text;  // messages of ours: no character needs an escape
-  text = R"({"error":{"message":")" + message + R"(","type":"invalid_request_error","param":null,"code":null}})";
-  return {.status = status, .body = std::move(text)};
+  return error_reply({.status = status, .message = message});
+}
+
+// The answer to a request that could not be read to its end; none where nobody is there to get it, or nothing of it
+// was understood. `malformed` says what is wrong with one that is not HTTP.
+std::optional<HttpReply> refusal_of(const error_code& error, const HttpOptions& options, const char* malformed) {
+  static const error_code any_of_http = http::make_error_code(http::error::bad_method);
+  if (error == http::error::header_limit)
+    return refusal(431, "the header is longer than " + std::to_string(options.max_header_bytes) + " bytes");
+  if (error == http::error::body_limit)
+    return refusal(413, "the body is longer than " + std::to_string(options.max_body_bytes) + " bytes");
+  if (error.category() == any_of_http.category() && error != http::error::end_of_stream &&
+      error != http::error::partial_message)
+    return refusal(400, malformed);
+  return std::nullopt;
 }
 
 asio::awaitable<bool> Connection::send(std::string text) {
@@ -355,15 +368,8 @@ asio::awaitable<Connection::Received> Connection::receive() {
   {
     const auto [error, n] = co_await http::async_read_header(stream_, buffer_, parser, kTuple);
     if (error) {
-      if (error == http::error::header_limit)
-        out.refusal = refusal(431, "the header is longer than " + std::to_string(options.max_header_bytes) + " bytes");
-      else if (error == http::error::body_limit)
-        out.refusal = refusal(413, "the body is longer than " + std::to_string(options.max_body_bytes) + " bytes");
-      else if (error == beast::error::timeout)
-        ++server_.counters().bad;
-      else if (error.category() == http::make_error_code(http::error::bad_method).category() &&
-               error != http::error::end_of_stream && error != http::error::partial_message)
-        out.refusal = refusal(400, "this is not HTTP/1.1");
+      if (error == beast::error::timeout) ++server_.counters().bad;
+      out.refusal = refusal_of(error, options, "this is not HTTP/1.1");
       co_return out;
     }
   }
@@ -374,13 +380,9 @@ asio::awaitable<Connection::Received> Connection::receive() {
   {
     const auto [error, n] = co_await http::async_read(stream_, buffer_, parser, kTuple);
     if (error) {
-      if (error == http::error::body_limit)
-        out.refusal = refusal(413, "the body is longer than " + std::to_string(options.max_body_bytes) + " bytes");
-      else if (error == beast::error::timeout)
-        out.refusal = refusal(408, "the body took longer than the time allowed");
-      else if (error.category() == http::make_error_code(http::error::bad_method).category() &&
-               error != http::error::end_of_stream && error != http::error::partial_message)
-        out.refusal = refusal(400, "the body is not encoded as its header says");
+      out.refusal = error == beast::error::timeout
+                        ? refusal(408, "the body took longer than the time allowed")
+                        : refusal_of(error, options, "the body is not encoded as its header says");
       co_return out;
     }
   }

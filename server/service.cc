@@ -136,6 +136,7 @@ class CompletionJob : public std::enable_shared_from_this<CompletionJob> {
     usage_.total_seconds = std::max(usage_.total_seconds, usage.total_seconds);
     if (!status.ok() && failed_.ok()) failed_ = status;
     if (--left_ > 0 || over_) return;
+    if (failed_.ok() && request_.stream) begin();  // an answer without text has not begun
     over_ = true;
     int code = 200;
     if (!failed_.ok()) {
@@ -148,9 +149,6 @@ class CompletionJob : public std::enable_shared_from_this<CompletionJob> {
         service_.reply(exchange_, error_reply(error));
       }
     } else if (request_.stream) {
-      over_ = false;
-      begin();
-      over_ = true;
       exchange_->send(reply_.last_events(usage_));
       exchange_->finish();
     } else {
@@ -214,7 +212,7 @@ void Service::open(engine::StepModel& model, engine::Scheduler& scheduler, const
              .sampling = options_.sampling,
              .max_tokens = options_.max_tokens,
              .context = model.context(),
-             .max_choices = std::min<int64_t>(128, options_.scheduler.max_num_seqs)};
+             .max_choices = scheduler.max_choices()};
   isa_ = std::string(model.cache().isa());
   kv_quant_ = kv_quant_name(model.cache().options().groups.front().shape.formats);
   ready_.store(true);
