@@ -93,9 +93,10 @@ std::string CompletionReply::events(const engine::Delta& delta) {
   const std::string index = std::to_string(delta.choice);
   std::string out;
   if (endpoint_ == Endpoint::kChat && !choice.begun) {
-    out += event("[{\"index\":" + index +
-                     ",\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"logprobs\":null,\"finish_reason\":null}]",
-                 usage_in_stream_);
+    out +=
+        event("[{\"index\":" + index +
+                  ",\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"logprobs\":null,\"finish_reason\":null}]",
+              usage_in_stream_);
   }
   choice.begun = true;
   std::string logprobs = "null";
@@ -106,19 +107,19 @@ std::string CompletionReply::events(const engine::Delta& delta) {
   }
   if (!delta.text.empty() || logprobs != "null") {
     const std::string text = dump(delta.text);
-    out += event(endpoint_ == Endpoint::kChat
-                     ? "[{\"index\":" + index + ",\"delta\":{\"content\":" + text + "},\"logprobs\":" + logprobs +
-                           ",\"finish_reason\":null}]"
-                     : "[{\"index\":" + index + ",\"text\":" + text + ",\"logprobs\":" + logprobs +
-                           ",\"finish_reason\":null}]",
+    out += event(endpoint_ == Endpoint::kChat ? "[{\"index\":" + index + ",\"delta\":{\"content\":" + text +
+                                                    "},\"logprobs\":" + logprobs + ",\"finish_reason\":null}]"
+                                              : "[{\"index\":" + index + ",\"text\":" + text +
+                                                    ",\"logprobs\":" + logprobs + ",\"finish_reason\":null}]",
                  usage_in_stream_);
   }
   if (delta.finish) {
     const std::string finish = std::string("\"") + engine::finish_reason_name(*delta.finish) + "\"";
-    out += event(endpoint_ == Endpoint::kChat
-                     ? "[{\"index\":" + index + ",\"delta\":{},\"logprobs\":null,\"finish_reason\":" + finish + "}]"
-                     : "[{\"index\":" + index + ",\"text\":\"\",\"logprobs\":null,\"finish_reason\":" + finish + "}]",
-                 usage_in_stream_);
+    out +=
+        event(endpoint_ == Endpoint::kChat
+                  ? "[{\"index\":" + index + ",\"delta\":{},\"logprobs\":null,\"finish_reason\":" + finish + "}]"
+                  : "[{\"index\":" + index + ",\"text\":\"\",\"logprobs\":null,\"finish_reason\":" + finish + "}]",
+              usage_in_stream_);
   }
   return out;
 }

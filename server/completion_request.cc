@@ -66,9 +66,10 @@ class Fields {
   std::optional<int64_t> whole(const std::string& name, int64_t low, int64_t high) {
     const Json* value = find(name);
     if (!value) return std::nullopt;
-    const std::string range = "a whole number" + (high == std::numeric_limits<int64_t>::max()
-                                                      ? " of at least " + std::to_string(low)
-                                                      : " from " + std::to_string(low) + " to " + std::to_string(high));
+    const std::string range =
+        "a whole number" + (high == std::numeric_limits<int64_t>::max()
+                                ? " of at least " + std::to_string(low)
+                                : " from " + std::to_string(low) + " to " + std::to_string(high));
     int64_t n = 0;
     if (value->is_number_unsigned()) {
       n = static_cast<int64_t>(std::min<uint64_t>(value->get<uint64_t>(), std::numeric_limits<int64_t>::max()));
@@ -92,7 +93,8 @@ class Fields {
     target = value->get<float>();
   }
   // Refuses a field whose being obeyed the client counts on.
-  void unsupported(const std::string& name, const std::string& why, const std::function<bool(const Json&)>& harmless) {
+  void unsupported(const std::string& name, const std::string& why,
+                   const std::function<bool(const Json&)>& harmless) {
     const Json* value = find(name);
     if (value && !harmless(*value)) refuse(path(name), path(name) + ": " + why);
   }
@@ -131,8 +133,8 @@ void read_stop(Fields& fields, std::vector<std::string>& stop) {
 void read_bias(Fields& fields, std::vector<std::pair<int32_t, float>>& bias, int64_t vocab_size) {
   const Json* value = fields.find("logit_bias");
   if (!value) return;
-  const std::string expected = "an object of at most " + std::to_string(kMaxBiases) +
-                               " token ids, each with a number from -100 to 100";
+  const std::string expected =
+      "an object of at most " + std::to_string(kMaxBiases) + " token ids, each with a number from -100 to 100";
   if (!value->is_object() || value->size() > kMaxBiases) fields.wrong("logit_bias", *value, expected);
   for (const auto& [name, amount] : value->items()) {
     char* end = nullptr;
@@ -155,10 +157,10 @@ std::string read_format(Fields& fields, std::string_view body) {
   const std::string type = format.string("type", "", 64);
   if (type == "text") return "";
   if (type == "json_object") return json_object_grammar();
-  if (type != "json_schema")
-    format.wrong("type", Json(type), "\"text\", \"json_object\" or \"json_schema\"");
+  if (type != "json_schema") format.wrong("type", Json(type), "\"text\", \"json_object\" or \"json_schema\"");
   const Json* named = format.find("json_schema");
-  if (!named || !named->is_object()) refuse("response_format.json_schema", "response_format.json_schema is missing");
+  if (!named || !named->is_object())
+    refuse("response_format.json_schema", "response_format.json_schema is missing");
   // Once more, with the order of properties as it was written: answers have it, too.
   const OrderedJson ordered = OrderedJson::parse(body);
   const OrderedJson& schema = ordered["response_format"]["json_schema"];
@@ -193,8 +195,8 @@ std::string read_content(const Json& message, const std::string& where, bool may
   return text;
 }
 
-// What the template knows: system, user, assistant. A tool's result comes to the model as a user's message, a call of
-// a tool as the assistant's own words.
+// What the template knows: system, user, assistant. A tool's result comes to the model as a user's message, a call
+// of a tool as the assistant's own words.
 std::vector<engine::ChatMessage> read_messages(Fields& fields) {
   const Json* list = fields.find("messages");
   if (!list) refuse("messages", "messages is missing");
@@ -206,7 +208,8 @@ std::vector<engine::ChatMessage> read_messages(Fields& fields) {
     if (!message.is_object()) refuse(where, where + " is " + shown(message) + ", expected is an object");
     const auto role_at = message.find("role");
     if (role_at == message.end() || !role_at->is_string())
-      refuse(where + ".role", where + ".role is missing or no string; allowed are system, developer, user, assistant, tool");
+      refuse(where + ".role",
+             where + ".role is missing or no string; allowed are system, developer, user, assistant, tool");
     auto role = role_at->get<std::string>();
     const bool calls = message.contains("tool_calls") && message["tool_calls"].is_array();
     std::string content = read_content(message, where, role == "assistant" && calls);
@@ -220,8 +223,8 @@ std::vector<engine::ChatMessage> read_messages(Fields& fields) {
     }
     if (role == "tool" || role == "function") role = "user";
     if (role != "system" && role != "user" && role != "assistant") {
-      refuse(where + ".role", where + ".role is " + shown(*role_at) +
-                                  "; allowed are system, developer, user, assistant, tool");
+      refuse(where + ".role",
+             where + ".role is " + shown(*role_at) + "; allowed are system, developer, user, assistant, tool");
     }
     messages.push_back({role, std::move(content)});
   }
@@ -238,8 +241,8 @@ std::vector<int32_t> token_ids(const Json& list, int64_t vocab_size, const std::
   std::vector<int32_t> tokens;
   for (const Json& one : list) {
     if (!one.is_number_integer() || one < 0 || one >= vocab_size) {
-      refuse(param, param + " has " + shown(one) + ", expected are token ids from 0 to " +
-                        std::to_string(vocab_size - 1));
+      refuse(param,
+             param + " has " + shown(one) + ", expected are token ids from 0 to " + std::to_string(vocab_size - 1));
     }
     tokens.push_back(one.get<int32_t>());
   }
@@ -250,8 +253,8 @@ std::vector<int32_t> token_ids(const Json& list, int64_t vocab_size, const std::
 std::vector<std::vector<int32_t>> read_prompts(Fields& fields, const engine::Text& text) {
   const Json* prompt = fields.find("prompt");
   if (!prompt) refuse("prompt", "prompt is missing");
-  const std::string expected = "a text, a list of token ids, or a list of up to " + std::to_string(kMaxPrompts) +
-                               " of these";
+  const std::string expected =
+      "a text, a list of token ids, or a list of up to " + std::to_string(kMaxPrompts) + " of these";
   if (prompt->is_string()) return {tokenized(prompt->get<std::string>(), text, "prompt")};
   if (!prompt->is_array() || prompt->empty()) fields.wrong("prompt", *prompt, expected);
   if ((*prompt)[0].is_number()) return {token_ids(*prompt, text.vocab_size(), "prompt")};
@@ -270,7 +273,8 @@ std::vector<std::vector<int32_t>> read_prompts(Fields& fields, const engine::Tex
   return prompts;
 }
 
-void read_sampling(Fields& fields, const RequestLimits& limits, int64_t vocab_size, engine::SamplingOptions& sampling) {
+void read_sampling(Fields& fields, const RequestLimits& limits, int64_t vocab_size,
+                   engine::SamplingOptions& sampling) {
   sampling = limits.sampling;
   fields.number("temperature", 0, 100, sampling.temperature);
   fields.number("top_p", 0, 1, sampling.top_p);
@@ -309,8 +313,8 @@ CompletionRequest read(Endpoint endpoint, std::string_view body, const Json& jso
   constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
   const auto max_tokens = fields.whole("max_tokens", 1, kAny);
   const auto max_completion_tokens = fields.whole("max_completion_tokens", 1, kAny);
-  request.answer.max_tokens = Tokens(max_completion_tokens ? *max_completion_tokens
-                                                           : max_tokens.value_or(limits.max_tokens.n));
+  request.answer.max_tokens =
+      Tokens(max_completion_tokens ? *max_completion_tokens : max_tokens.value_or(limits.max_tokens.n));
   request.answer.ignore_end = fields.boolean("ignore_eos", false);
   request.name_space = fields.string("cache_salt", "", kMaxSaltBytes);
   out.user = fields.string("user", "", 256);

@@ -18,17 +18,17 @@ enum class Endpoint : uint8_t { kChat, kCompletions };
 
 // What a request may ask for, and what it gets when it says nothing.
 struct RequestLimits {
-  std::vector<std::string> models;    // names that `model` may have; the first is the server's own
-  engine::SamplingOptions sampling;   // defaults
-  Tokens max_tokens{-1};              // default; < 0: until the context is full
+  std::vector<std::string> models;   // names that `model` may have; the first is the server's own
+  engine::SamplingOptions sampling;  // defaults
+  Tokens max_tokens{-1};             // default; < 0: until the context is full
   Tokens context{0};
   int64_t max_choices = 128;
 };
 
 struct CompletionRequest {
   Endpoint endpoint = Endpoint::kChat;
-  std::string model;                           // as asked
-  std::vector<engine::ServeRequest> prompts;   // one, or several for /v1/completions with a list
+  std::string model;                          // as asked
+  std::vector<engine::ServeRequest> prompts;  // one, or several for /v1/completions with a list
   bool stream = false;
   bool include_usage = false;
   bool logprobs = false;
@@ -41,6 +41,5 @@ using CompletionResult = std::variant<CompletionRequest, ApiError>;
 // Parses, checks and tokenizes. Errors name the field, its value and what is allowed.
 CompletionResult read_completion(Endpoint endpoint, std::string_view body, const engine::Text& text,
                                  const RequestLimits& limits);
-
 
 }  // namespace pagedkv::server

@@ -4,8 +4,8 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <atomic>
 #include <array>
+#include <atomic>
 #include <boost/asio/as_tuple.hpp>
 #include <boost/asio/awaitable.hpp>
 #include <boost/asio/co_spawn.hpp>
@@ -214,7 +214,8 @@ class ServerImpl final : public HttpServer {
       files.rlim_cur = files.rlim_max;
       setrlimit(RLIMIT_NOFILE, &files);
     }
-    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < static_cast<rlim_t>(options_.max_connections) + 64) {
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0 &&
+        files.rlim_cur < static_cast<rlim_t>(options_.max_connections) + 64) {
       options_.max_connections = std::max<int64_t>(16, static_cast<int64_t>(files.rlim_cur) - 64);
       notice("[http] at most " + std::to_string(options_.max_connections) + " connections: this process may open " +
              std::to_string(files.rlim_cur) + " files (ulimit -n)");
@@ -295,8 +296,8 @@ class ServerImpl final : public HttpServer {
         static constexpr std::string_view kBusy =
             "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n";
         error_code ignored;
-        socket.non_blocking(true, ignored);                       // NOLINT
-        socket.write_some(asio::buffer(kBusy), ignored);          // NOLINT
+        socket.non_blocking(true, ignored);               // NOLINT
+        socket.write_some(asio::buffer(kBusy), ignored);  // NOLINT
         continue;
       }
       error_code ignored;
@@ -455,8 +456,9 @@ asio::awaitable<void> Connection::serve() {
     }
     if (!received.request) break;
     const bool head_only = received.request->method == "HEAD";
-    auto exchange = std::make_shared<ExchangeImpl>(server_.io(), std::move(*received.request),
-                                                   server_.options().send_buffer_bytes, received.keep_alive, head_only);
+    auto exchange =
+        std::make_shared<ExchangeImpl>(server_.io(), std::move(*received.request),
+                                       server_.options().send_buffer_bytes, received.keep_alive, head_only);
     server_.handle(exchange);
     const bool again = co_await answer(exchange);
     exchange->set_cut_off([] {});

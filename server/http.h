@@ -18,15 +18,15 @@ namespace pagedkv::server {
 
 struct HttpOptions {
   std::string host = "127.0.0.1";
-  int port = 8080;                       // 0: any free one; see HttpServer::port()
-  int64_t max_connections = 4096;        // more are answered with 503 and closed
-  int64_t max_header_bytes = 16 << 10;   // of one request
-  int64_t max_body_bytes = 8 << 20;      // of one request; longer ones are refused before they are read
-  int64_t send_buffer_bytes = 1 << 20;   // a client that lets more pile up is cut off
-  double header_seconds = 10;            // for a whole header to arrive
-  double body_seconds = 60;              // for a whole body to arrive
-  double write_seconds = 30;             // for the client to take what is being sent
-  double idle_seconds = 75;              // between two requests of a connection
+  int port = 8080;                      // 0: any free one; see HttpServer::port()
+  int64_t max_connections = 4096;       // more are answered with 503 and closed
+  int64_t max_header_bytes = 16 << 10;  // of one request
+  int64_t max_body_bytes = 8 << 20;     // of one request; longer ones are refused before they are read
+  int64_t send_buffer_bytes = 1 << 20;  // a client that lets more pile up is cut off
+  double header_seconds = 10;           // for a whole header to arrive
+  double body_seconds = 60;             // for a whole body to arrive
+  double write_seconds = 30;            // for the client to take what is being sent
+  double idle_seconds = 75;             // between two requests of a connection
 };
 
 struct HttpRequest {
@@ -34,7 +34,7 @@ struct HttpRequest {
   std::string path;   // without the query
   std::string query;  // behind '?'
   std::string body;
-  std::vector<std::pair<std::string, std::string>> headers;  // names in lower case
+  std::vector<std::pair<std::string, std::string>> headers;         // names in lower case
   std::string_view header(std::string_view lower_case_name) const;  // "" when there is none
 };
 

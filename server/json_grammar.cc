@@ -38,9 +38,9 @@ const std::map<std::string, std::vector<std::string>> kNeeds = {
     {"array", {"ws", "value"}},
 };
 
-const std::set<std::string> kDescribes = {"title",    "description", "default",   "examples", "$schema", "$id",
-                                          "$comment", "deprecated",  "readOnly",  "writeOnly", "$defs",  "definitions",
-                                          "$anchor",  "format_description"};
+const std::set<std::string> kDescribes = {"title", "description", "default",    "examples",          "$schema",
+                                          "$id",   "$comment",    "deprecated", "readOnly",          "writeOnly",
+                                          "$defs", "definitions", "$anchor",    "format_description"};
 
 // A GBNF literal that matches `text`.
 std::string literal(std::string_view text) {
@@ -108,7 +108,8 @@ class Grammar {
   bool only(const OrderedJson& schema, const std::set<std::string>& known, const std::string& where) {
     for (const auto& [key, value] : schema.items()) {
       if (known.contains(key) || kDescribes.contains(key)) continue;
-      refuse(where + "." + key, "the schema's keyword \"" + key + "\" is not supported here, and would not be obeyed");
+      refuse(where + "." + key,
+             "the schema's keyword \"" + key + "\" is not supported here, and would not be obeyed");
       return false;
     }
     return true;
@@ -169,7 +170,8 @@ class Grammar {
         OrderedJson single = schema;
         single["type"] = one;
         // Keywords of the other types do not concern this one.
-        if (one != "object") single.erase("properties"), single.erase("required"), single.erase("additionalProperties");
+        if (one != "object")
+          single.erase("properties"), single.erase("required"), single.erase("additionalProperties");
         if (one != "array")
           for (const char* key : {"items", "prefixItems", "minItems", "maxItems"}) single.erase(key);
         if (one != "string") single.erase("minLength"), single.erase("maxLength");
@@ -197,7 +199,8 @@ class Grammar {
     if (!ref.is_string()) return refuse(where, "$ref is a string");
     const std::string path = ref.get<std::string>();
     if (const auto known = references_.find(path); known != references_.end()) return known->second;
-    if (!path.starts_with("#")) return refuse(where, "$ref is \"" + path + "\"; only #/... within the schema works");
+    if (!path.starts_with("#"))
+      return refuse(where, "$ref is \"" + path + "\"; only #/... within the schema works");
     const OrderedJson* target = nullptr;
     try {
       target = &root_.at(OrderedJson::json_pointer(path.substr(1)));
@@ -226,15 +229,15 @@ class Grammar {
     if (!only(schema, {"type", "items", "prefixItems", "minItems", "maxItems"}, where)) return "null";
     use("ws");
     if (const auto prefix = schema.find("prefixItems"); prefix != schema.end()) {
-      if (!prefix->is_array() || prefix->empty()) return refuse(where + ".prefixItems", "a list of schemas is expected");
+      if (!prefix->is_array() || prefix->empty())
+        return refuse(where + ".prefixItems", "a list of schemas is expected");
       std::string rule = "\"[\" ws ";
       for (size_t i = 0; i < prefix->size(); ++i)
         rule += (i > 0 ? " ws \",\" ws " : "") +
                 rule_of((*prefix)[i], where + ".prefixItems[" + std::to_string(i) + "]");
       return add(rule + " ws \"]\"");
     }
-    const std::string item =
-        schema.contains("items") ? rule_of(schema["items"], where + ".items") : use("value");
+    const std::string item = schema.contains("items") ? rule_of(schema["items"], where + ".items") : use("value");
     const int64_t least = count(schema, "minItems", where).value_or(0);
     const auto most = count(schema, "maxItems", where);
     if (most && least > *most) return refuse(where, "minItems is larger than maxItems");

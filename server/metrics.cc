@@ -92,7 +92,8 @@ void write_figures(Writer& w, const MetricsInput& in) {
   w.sample(static_cast<double>(cache.bytes_resident), {{"kind", "resident"}});
   w.sample(static_cast<double>(cache.bytes_in_use), {{"kind", "in_use"}});
   w.one("evictions_total", "counter", "Cached blocks that made room for others.", cache.evictions);
-  w.one("block_copies_total", "counter", "Blocks copied before a write (copy on write, partial hits).", cache.copies);
+  w.one("block_copies_total", "counter", "Blocks copied before a write (copy on write, partial hits).",
+        cache.copies);
   w.one("growth_events_total", "counter", "Times the pool grew.", cache.growth_events);
   w.one("dense_materializations_total", "counter", "Dense forms of K and V that were built; attention builds none.",
         cache.dense_materializations);

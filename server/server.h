@@ -37,8 +37,8 @@ using Loader =
     std::function<Result<std::unique_ptr<engine::StepModel>>(const std::function<void(double fraction)>& progress)>;
 
 // Serves until SIGINT or SIGTERM: then no new requests, those in progress finish or are cut off after stop_seconds,
-// and ok comes back. A second signal ends the process at once. Errors: those of HttpServer::bind, of Scheduler::start
-// and of the loader; kInternal when the cache is broken at the end.
+// and ok comes back. A second signal ends the process at once. Errors: those of HttpServer::bind, of
+// Scheduler::start and of the loader; kInternal when the cache is broken at the end.
 Status serve(const ServerOptions& options, const Loader& load);
 
 }  // namespace pagedkv::server

@@ -20,7 +20,8 @@ constexpr size_t kMaxTokenizeIds = 1 << 20;
 constexpr int64_t kMaxDrawnBlocks = 8192;  // of the pool's map on the page
 
 int64_t unix_seconds() {
-  return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch())
+      .count();
 }
 
 // Equal or not, in a time that tells nothing but the length of what the client sent.
@@ -48,15 +49,15 @@ class CompletionJob : public std::enable_shared_from_this<CompletionJob> {
         id_(std::move(id)),
         body_(std::move(body)),
         n_(request_.prompts.front().n),
-        reply_(request_.endpoint, id_, request_.model, unix_seconds(),
-               n_ * std::ssize(request_.prompts), request_.logprobs, request_.include_usage, service.model_->text()) {}
+        reply_(request_.endpoint, id_, request_.model, unix_seconds(), n_ * std::ssize(request_.prompts),
+               request_.logprobs, request_.include_usage, service.model_->text()) {}
 
   // Any thread, once.
   void start() {
     left_ = std::ssize(request_.prompts);
     for (size_t i = 0; i < request_.prompts.size(); ++i) {
-      auto id = service_.scheduler_->submit(std::move(request_.prompts[i]),
-                                            std::make_shared<Sink>(shared_from_this(), static_cast<int64_t>(i) * n_));
+      auto id = service_.scheduler_->submit(
+          std::move(request_.prompts[i]), std::make_shared<Sink>(shared_from_this(), static_cast<int64_t>(i) * n_));
       if (!id.ok()) {
         // The others are not wanted without it.
         for (const engine::RequestId other : ids_) service_.scheduler_->cancel(other);
@@ -98,7 +99,8 @@ class CompletionJob : public std::enable_shared_from_this<CompletionJob> {
     if (!request_.ignored.empty()) {
       std::string names;
       for (const std::string& name : request_.ignored) names += (names.empty() ? "" : ", ") + name;
-      std::replace_if(names.begin(), names.end(), [](unsigned char c) { return c < 0x20 || c > 0x7e; }, '?');
+      std::replace_if(
+          names.begin(), names.end(), [](unsigned char c) { return c < 0x20 || c > 0x7e; }, '?');
       out.emplace_back("X-Ignored-Fields", names.substr(0, 1024));
     }
     return out;
@@ -257,7 +259,8 @@ void Service::handle(const std::shared_ptr<Exchange>& exchange) {
     return;
   }
   if (known) {
-    reply(exchange, error_reply({.status = 405, .message = request.method + " is not allowed for " + request.path}));
+    reply(exchange,
+          error_reply({.status = 405, .message = request.method + " is not allowed for " + request.path}));
     return;
   }
   std::string paths;
@@ -383,7 +386,8 @@ void Service::complete(const std::shared_ptr<Exchange>& exchange, Endpoint endpo
   char id[48];
   std::snprintf(id, sizeof id, "%s-%08llx%08llx", endpoint == Endpoint::kChat ? "chatcmpl" : "cmpl",
                 static_cast<unsigned long long>(created_), static_cast<unsigned long long>(++last_id_));
-  std::make_shared<CompletionJob>(*this, exchange, std::get<CompletionRequest>(std::move(read)), id, std::move(body))
+  std::make_shared<CompletionJob>(*this, exchange, std::get<CompletionRequest>(std::move(read)), id,
+                                  std::move(body))
       ->start();
 }
 
@@ -421,9 +425,11 @@ void Service::tokenize(const std::shared_ptr<Exchange>& exchange) {
       return reply(exchange, error_reply({.message = std::string(flag) + " is true or false", .param = flag}));
   }
   const bool add_special = json.value("add_special_tokens", json.value("add_special", true));
-  auto tokens = model_->text().tokenize(json[field].get<std::string>(), add_special, json.value("parse_special", true));
+  auto tokens =
+      model_->text().tokenize(json[field].get<std::string>(), add_special, json.value("parse_special", true));
   if (!tokens.ok()) return reply(exchange, error_reply(api_error(tokens.status(), field)));
-  reply(exchange, json_reply({{"tokens", *tokens}, {"count", tokens->size()}, {"max_model_len", limits_.context.n}}));
+  reply(exchange,
+        json_reply({{"tokens", *tokens}, {"count", tokens->size()}, {"max_model_len", limits_.context.n}}));
 }
 
 void Service::detokenize(const std::shared_ptr<Exchange>& exchange) {
@@ -432,7 +438,8 @@ void Service::detokenize(const std::shared_ptr<Exchange>& exchange) {
   if (const auto* error = std::get_if<ApiError>(&body)) return reply(exchange, error_reply(*error));
   const Json& json = std::get<Json>(body);
   if (!json.contains("tokens") || !json["tokens"].is_array() || json["tokens"].size() > kMaxTokenizeIds)
-    return reply(exchange, error_reply({.message = "tokens is missing or no list of at most 1048576 ids", .param = "tokens"}));
+    return reply(exchange, error_reply({.message = "tokens is missing or no list of at most 1048576 ids",
+                                        .param = "tokens"}));
   std::string text;
   for (const Json& token : json["tokens"]) {
     if (!token.is_number_integer() || token < 0 || token >= model_->text().vocab_size()) {
@@ -486,37 +493,36 @@ void Service::stats(const std::shared_ptr<Exchange>& exchange) {
   const bool with_blocks = query == "blocks=1" || query.starts_with("blocks=1&");
   const engine::SchedulerStats s = scheduler_->stats(with_blocks);
   const HttpFigures http = http_->figures();
-  OrderedJson out = {
-      {"model", options_.model_names.front()},
-      {"context", limits_.context.n},
-      {"block_size", model_->cache().options().block_size.n},
-      {"kv_quant", kv_quant_},
-      {"isa", isa_},
-      {"cache", OrderedJson::parse(to_json(s.cache))},
-      {"scheduler",
-       {{"running", s.running},
-        {"waiting", s.waiting},
-        {"max_num_seqs", options_.scheduler.max_num_seqs},
-        {"max_queue", options_.scheduler.max_queue},
-        {"requests", s.requests},
-        {"refused", s.refused},
-        {"finished_stop", s.finished_stop},
-        {"finished_length", s.finished_length},
-        {"cancelled", s.cancelled},
-        {"failed", s.failed},
-        {"preemptions", s.preemptions},
-        {"prompt_tokens_computed", s.prompt_tokens_computed},
-        {"prompt_tokens_cached", s.prompt_tokens_cached},
-        {"generated_tokens", s.generated_tokens},
-        {"steps", s.steps},
-        {"busy_seconds", s.busy_seconds},
-        {"model_seconds", s.model_seconds},
-        {"seconds_in_step", s.seconds_in_step}}},
-      {"http",
-       {{"connections", http.connections},
-        {"bad_requests", http.bad_requests},
-        {"gone", http.gone},
-        {"slow_readers", http.slow_readers}}}};
+  OrderedJson out = {{"model", options_.model_names.front()},
+                     {"context", limits_.context.n},
+                     {"block_size", model_->cache().options().block_size.n},
+                     {"kv_quant", kv_quant_},
+                     {"isa", isa_},
+                     {"cache", OrderedJson::parse(to_json(s.cache))},
+                     {"scheduler",
+                      {{"running", s.running},
+                       {"waiting", s.waiting},
+                       {"max_num_seqs", options_.scheduler.max_num_seqs},
+                       {"max_queue", options_.scheduler.max_queue},
+                       {"requests", s.requests},
+                       {"refused", s.refused},
+                       {"finished_stop", s.finished_stop},
+                       {"finished_length", s.finished_length},
+                       {"cancelled", s.cancelled},
+                       {"failed", s.failed},
+                       {"preemptions", s.preemptions},
+                       {"prompt_tokens_computed", s.prompt_tokens_computed},
+                       {"prompt_tokens_cached", s.prompt_tokens_cached},
+                       {"generated_tokens", s.generated_tokens},
+                       {"steps", s.steps},
+                       {"busy_seconds", s.busy_seconds},
+                       {"model_seconds", s.model_seconds},
+                       {"seconds_in_step", s.seconds_in_step}}},
+                     {"http",
+                      {{"connections", http.connections},
+                       {"bad_requests", http.bad_requests},
+                       {"gone", http.gone},
+                       {"slow_readers", http.slow_readers}}}};
   {
     const std::lock_guard lock(mutex_);
     out["recent"] = recent_;
@@ -536,8 +542,9 @@ void Service::stats(const std::shared_ptr<Exchange>& exchange) {
       if (b.key != 0) std::snprintf(key, sizeof key, "%016llx", static_cast<unsigned long long>(b.key));
       keys.push_back(key);
     }
-    out["blocks"] = {{"total", s.blocks.blocks.size()}, {"states", states},       {"holders", std::move(holders)},
-                     {"ages", std::move(ages)},         {"sequences", std::move(sequences)}, {"keys", std::move(keys)}};
+    out["blocks"] = {{"total", s.blocks.blocks.size()},   {"states", states},
+                     {"holders", std::move(holders)},     {"ages", std::move(ages)},
+                     {"sequences", std::move(sequences)}, {"keys", std::move(keys)}};
   }
   reply(exchange, json_reply(out));
 }

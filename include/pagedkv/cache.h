@@ -172,6 +172,9 @@ class Cache {
   void clear_cached();
   // Commits memory for `tokens` in all in the full-attention group, and keeps it. Errors: kCapacity.
   Status grow_to_capacity(Tokens tokens);
+  // Keeps what is committed now until the cache ends, so that views of it can be read at any time. Returns the
+  // blocks of `group` that such a view may touch: ids below that number. Errors: kCapacity.
+  Result<Blocks> keep_committed(int group);
 
   // --- one step --------------------------------------------------------------------------------------------
   // Takes the blocks for all requests, in all groups, or changes nothing. A block that is shared or keyed is
@@ -219,6 +222,16 @@ class Cache {
     std::vector<float> k, v;
   };
   Result<Dense> read_dense(SequenceId sequence, int layer) const;
+  // The same for one sequence of a plan (by its place there), from position `first` on, rows of this step included,
+  // into the caller's memory. Row of (position, KV head): data + (position - first) * token_stride + head *
+  // head_stride, strides in elements. Errors: kInvalidArgument (layer, plan, place, first, or a window has dropped
+  // rows from there on).
+  struct DenseRows {
+    float* data = nullptr;
+    int64_t token_stride = 0, head_stride = 0;
+  };
+  Status read_dense(const StepPlan& plan, int64_t place, int layer, Tokens first, const DenseRows& k,
+                    const DenseRows& v) const;
 
   // Bytes of one block of a group, padding included.
   Bytes image_bytes(int group) const;

@@ -327,6 +327,10 @@ void CacheCore::clear_cached() {
 }
 
 Status CacheCore::raise_floor(int64_t blocks) { return pools_[size_t(main_group_)]->raise_floor(blocks); }
+Status CacheCore::keep_committed(int group) {
+  BlockPool& pool = *pools_[size_t(group)];
+  return pool.raise_floor(pool.end_id());
+}
 
 CacheCore::Figures CacheCore::figures() const {
   Figures figures = figures_;

@@ -52,6 +52,8 @@ class CacheCore {
   Result<std::span<const BlockId>> table(SequenceId id, int group) const;
   void clear_cached();
   Status raise_floor(int64_t blocks);
+  // The group's floor becomes all that has memory now (holes are filled).
+  Status keep_committed(int group);
 
   // Fills `out` for these requests, or changes nothing.
   Status reserve(std::span<const StepRequest> requests, StepArrays& out);

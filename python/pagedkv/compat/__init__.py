@@ -1,0 +1,1 @@
+"""Other projects' names for what is here."""

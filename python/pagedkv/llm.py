@@ -1,0 +1,208 @@
+"""A GGUF model on the paged cache: ggml does the matrix products, pagedkv the attention."""
+
+import os
+import sys
+from dataclasses import dataclass, field
+
+from .quant import PagedKVQuantConfig, paged_kv_quant_mode_from_env
+
+
+def _engine():
+    try:
+        from . import _engine
+    except ImportError as error:
+        raise ImportError(
+            "pagedkv.LLM needs the engine, and this build of pagedkv has none: libllama was not there when it was built. "
+            "Run tools/setup of the source tree (or install libllama), then `pip install .` again; "
+            f"the rest of the package works without ({error})") from error
+    return _engine
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished answer.
+
+    finish_reason  "stop" (the model ended it, or a stop string), "length" (max_tokens, or the context is full)
+    usage          prompt_tokens, cached_tokens (of the prompt, taken from the cache), reason (why not more),
+                   completion_tokens (of all choices), queue_seconds, first_token_seconds, total_seconds, ...
+    """
+
+    text: str
+    finish_reason: str
+    usage: dict = field(repr=False)
+
+    def __str__(self):
+        return self.text
+
+
+class Stream:
+    """An answer as it comes: iterate over pieces of its text. `finish_reason` and `usage` are there at the end. Closing it,
+    or leaving a `with` block, cancels what is left."""
+
+    def __init__(self, request):
+        self._request = request
+        self.text = ""
+        self.finish_reason = None
+        self.usage = {}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        while self._request is not None:
+            got = self._request.next()
+            if got is None:
+                self._end()
+                break
+            _, text, finish = got
+            self.finish_reason = finish or self.finish_reason
+            if text:
+                self.text += text
+                return text
+        raise StopIteration
+
+    def close(self):
+        if self._request is not None:
+            self._request.cancel()
+            while self._request.next() is not None:
+                pass
+            self.finish_reason = self.finish_reason or "cancelled"
+            self._end()
+
+    def _end(self):
+        self.usage = self._request.usage()
+        self._request = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+
+class LLM:
+    """A model, its pool of blocks, and the thread that runs its steps. Any thread may ask; requests run together.
+
+    model         path of a GGUF file
+    kv_quant      how K and V are stored: a mode or PagedKVQuantConfig; None: as the environment says
+    context       longest sequence, tokens; 0: as trained, or less when memory is short (a warning says so)
+    threads       0: the CPUs this process may use
+    num_blocks    blocks of block_size tokens that exist from the start; the pool grows to kv_memory bytes (0: half of
+                  memory minus the weights) unless dynamic is False
+    max_num_seqs  answers that are computed at once; further requests wait, max_queue of them at most
+    reproducible  equal tokens give equal logits to the bit, however they are batched or cached; slower
+    progress      called with 0 .. 1 while weights are read; True draws a bar on stderr
+
+    Errors: FileNotFoundError, CorruptError, UnsupportedError, CapacityError, ValueError; ImportError where this build has
+    no engine.
+    """
+
+    def __init__(self, model, *, kv_quant=None, context=0, threads=0, block_size=16, num_blocks=1024, kv_memory=0,
+                 dynamic=True, chunk=512, max_num_seqs=8, max_queue=1024, query_path="auto", reproducible=False,
+                 progress=None):
+        if kv_quant is None:
+            kv_quant = paged_kv_quant_mode_from_env()
+        mode = kv_quant.mode if isinstance(kv_quant, PagedKVQuantConfig) else kv_quant
+        self._model = _engine().load(
+            os.fspath(model), kv_quant=mode, context=context, threads=threads, block_size=block_size,
+            num_blocks=num_blocks, kv_memory=kv_memory, dynamic=dynamic, chunk=chunk, max_num_seqs=max_num_seqs,
+            max_queue=max_queue, query_path=query_path, reproducible=reproducible,
+            progress=_draw_bar if progress is True else progress)
+
+    @property
+    def info(self) -> dict:
+        """What runs: path, architecture, name, n_layers, context, threads, kv_quant, isa, query_path, ..."""
+        return self._model.info
+
+    def generate(self, prompt, *, stream=False, **options):
+        """Continues a text, or token ids, or a list of such.
+
+        max_tokens=-1            until the context is full
+        temperature=0.8          0: the likeliest token, always
+        top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+        logit_bias={token: -100 .. 100}
+        seed=0                   the same seed draws the same tokens
+        stop=[]                  texts that end the answer, and are no part of it
+        grammar=""               GBNF: only answers that it derives are drawn
+        n=1                      answers to the prompt, computed on one copy of it
+        ignore_end=False         go on after the token that ends an answer
+        name_space=""            prompts of different namespaces never share blocks
+
+        Returns an Answer; a list of them for a list of prompts, or where n > 1 (a list of lists for both); with
+        stream=True a Stream (one prompt, n=1). Errors: ValueError (prompt, options), CapacityError (the queue is full).
+        """
+        if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], int):
+            if stream:
+                raise ValueError("a stream is of one prompt")
+            requests = [self._submit(self._tokens(one), **options) for one in prompt]
+            return [_collect(request, options.get("n", 1)) for request in requests]
+        if stream and options.get("n", 1) != 1:
+            raise ValueError(f"a stream is of one answer, n is {options['n']}")
+        request = self._submit(self._tokens(prompt), **options)
+        return Stream(request) if stream else _collect(request, options.get("n", 1))
+
+    def chat(self, messages, *, stream=False, **options):
+        """Answers a conversation, a list of {"role": "system" | "user" | "assistant", "content": text} or a text, through
+        the model's own template. Options and results are those of generate."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self.generate(self._model.tokenize_chat(messages), stream=stream, **options)
+
+    def tokenize(self, text, *, add_special=True, parse_special=False) -> list:
+        """Token ids of a text. add_special: with what the vocabulary wants in front; parse_special: `<|...|>` inside the
+        text are control tokens."""
+        return self._model.tokenize(text, add_special, parse_special)
+
+    def detokenize(self, tokens) -> str:
+        """The text of token ids; control tokens give nothing."""
+        return self._model.detokenize(list(tokens))
+
+    def stats(self) -> dict:
+        """Counters since the load, and the pool's under "cache" (the keys of Cache.stats)."""
+        return self._model.stats()
+
+    def close(self):
+        """Ends every request and the thread. Later calls raise UnavailableError."""
+        self._model.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def _tokens(self, prompt):
+        return self.tokenize(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+
+    def _submit(self, tokens, *, max_tokens=-1, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1.0,
+                presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, seed=0, stop=(), grammar="", n=1,
+                ignore_end=False, name_space=""):
+        return self._model.submit(
+            tokens, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repeat_penalty=repeat_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+            logit_bias=list((logit_bias or {}).items()), seed=seed, stop=[stop] if isinstance(stop, str) else list(stop),
+            grammar=grammar, n=n, ignore_end=ignore_end, name_space=name_space)
+
+
+def _collect(request, n):
+    texts, reasons = [""] * n, [None] * n
+    try:
+        while (got := request.next()) is not None:
+            choice, text, finish = got
+            texts[choice] += text
+            reasons[choice] = finish or reasons[choice]
+    except BaseException:
+        request.cancel()
+        raise
+    usage = request.usage()
+    answers = [Answer(text, reason or "cancelled", usage) for text, reason in zip(texts, reasons)]
+    return answers[0] if n == 1 else answers
+
+
+def _draw_bar(fraction, width=30):
+    if not sys.stderr.isatty():
+        return
+    filled = round(width * fraction)
+    sys.stderr.write(f"\rreading weights [{'#' * filled}{'.' * (width - filled)}] {fraction:4.0%}")
+    sys.stderr.write("\n" if fraction >= 1 else "")
+    sys.stderr.flush()

@@ -1,0 +1,249 @@
+// vLLM's and FlashInfer's forms: append and attention over block tensors that the caller owns.
+
+#include <nanobind/stl/string.h>
+
+#include <atomic>
+#include <optional>
+
+#include "bindings.h"
+#include "errors.h"
+#include "pagedkv/block_arrays.h"
+#include "workers.h"
+
+namespace pagedkv::python {
+namespace {
+
+Format format_of(const BlockTensorIn& tensor, const char* name, int64_t head_dim) {
+  using Code = nb::dlpack::dtype_code;
+  const auto is = [&](Code code, int bits) {
+    return tensor.dtype.code == uint8_t(code) && tensor.dtype.bits == bits;
+  };
+  const int64_t width = tensor.view.shape[3];
+  if (is(Code::Float, 32)) return Format::kF32;
+  if (is(Code::Float, 16)) return Format::kF16;
+  if (is(Code::Bfloat, 16)) return Format::kBF16;
+  if (is(Code::Int, 8)) return Format::kQ8;
+  if (is(Code::UInt, 8) && width == (head_dim + 1) / 2) return Format::kQ4;
+  if (is(Code::UInt, 8) && width * 4 == head_dim * 3) return Format::kQ6;
+  raise_type_error(std::string(name) + " has rows of " + std::to_string(width) +
+                   " elements that no format of head_dim " + std::to_string(head_dim) +
+                   " has: float32, float16, bfloat16, int8 (q8), or uint8 of head_dim / 2 (q4) or 3/4 (q6)");
+}
+
+// The tensors that were handed in, kept alive, and what they mean.
+struct ArraysIn {
+  BlockTensorIn k, v;
+  std::optional<BlockTensorIn> k_scales, v_scales;
+  BlockArrays arrays;
+
+  ArraysIn(nb::handle key_cache, nb::handle value_cache, nb::handle key_scales, nb::handle value_scales,
+           int64_t head_dim_k, int64_t head_dim_v, bool writable)
+      : k(block_tensor_in(key_cache, "key_cache", writable)),
+        v(block_tensor_in(value_cache, "value_cache", writable)) {
+    const Format k_format = format_of(k, "key_cache", head_dim_k),
+                 v_format = format_of(v, "value_cache", head_dim_v);
+    arrays.tensors.k = k.view;
+    arrays.tensors.v = v.view;
+    const auto scales = [&](Format format, nb::handle given, const char* name, std::optional<BlockTensorIn>& kept,
+                            TensorView& view) {
+      if (!is_quantized(format)) {
+        if (!given.is_none())
+          raise(invalid_argument(std::string(name) + " are given, but " + format_name(format) + " rows have none"));
+        return;
+      }
+      if (given.is_none())
+        raise(invalid_argument(std::string(name) + " are needed: the rows are " + format_name(format)));
+      kept.emplace(block_tensor_in(given, name, writable));
+      view = kept->view;
+    };
+    scales(k_format, key_scales, "key_scales", k_scales, arrays.tensors.k_scales);
+    scales(v_format, value_scales, "value_scales", v_scales, arrays.tensors.v_scales);
+    arrays.shape = {k.view.shape[2], head_dim_k, head_dim_v, {k_format, v_format}};
+  }
+};
+
+void reshape_and_cache(nb::handle key, nb::handle value, nb::handle key_cache, nb::handle value_cache,
+                       nb::handle slot_mapping, nb::handle key_scales, nb::handle value_scales) {
+  ArrayCounters& counters = process_counters();
+  const IntsIn<int64_t> slots(slot_mapping, "slot_mapping", {kAny});
+  const RowsIn k(key, "key", slots.size(), kAny, kAny, counters);
+  const RowsIn v(value, "value", slots.size(), k.num_heads(), kAny, counters);
+  const ArraysIn in(key_cache, value_cache, key_scales, value_scales, k.head_dim(), v.head_dim(), true);
+  if (in.arrays.shape.num_kv_heads != k.num_heads())
+    raise(invalid_argument("key has " + std::to_string(k.num_heads()) + " heads, key_cache " +
+                           std::to_string(in.arrays.shape.num_kv_heads)));
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = write_slots(in.arrays, k.rows(), v.rows(), {slots.data(), size_t(slots.size())});
+  }
+  check(status);
+}
+
+// Tables of either form as vLLM's.
+struct TablesIn {
+  std::optional<IntsIn<int32_t>> tables, lengths, starts;
+  std::vector<int32_t> made_tables, made_lengths, made_starts;
+  BlockTables view;
+
+  TablesIn(nb::handle block_tables, nb::handle seq_lens, nb::handle cu_seqlens_q, nb::handle kv_indptr,
+           nb::handle kv_indices, nb::handle kv_last_page_len, int64_t n_tokens, int64_t block_size) {
+    const bool flat = !kv_indptr.is_none() || !kv_indices.is_none() || !kv_last_page_len.is_none();
+    if (flat == (!block_tables.is_none() || !seq_lens.is_none()))
+      raise(
+          invalid_argument("give either block_tables and seq_lens, or kv_indptr, kv_indices and kv_last_page_len"));
+    if (flat)
+      from_flat(kv_indptr, kv_indices, kv_last_page_len, block_size);
+    else
+      from_tables(block_tables, seq_lens);
+    if (cu_seqlens_q.is_none()) {
+      if (n_tokens != view.n_sequences)
+        raise(invalid_argument("query has " + std::to_string(n_tokens) + " rows, the tables " +
+                               std::to_string(view.n_sequences) + " sequences: cu_seqlens_q is needed"));
+      for (int64_t s = 0; s <= view.n_sequences; ++s) made_starts.push_back(int32_t(s));
+      view.query_start_loc = made_starts.data();
+      return;
+    }
+    starts.emplace(cu_seqlens_q, "cu_seqlens_q", Extents{view.n_sequences + 1});
+    if (starts->data()[0] != 0 || starts->data()[view.n_sequences] != n_tokens)
+      raise(invalid_argument("cu_seqlens_q runs from " + std::to_string(starts->data()[0]) + " to " +
+                             std::to_string(starts->data()[view.n_sequences]) + ", query has rows 0 to " +
+                             std::to_string(n_tokens)));
+    view.query_start_loc = starts->data();
+  }
+
+ private:
+  void from_tables(nb::handle block_tables, nb::handle seq_lens) {
+    if (block_tables.is_none() || seq_lens.is_none())
+      raise(invalid_argument("block_tables and seq_lens go together: one is missing"));
+    lengths.emplace(seq_lens, "seq_lens", Extents{kAny});
+    tables.emplace(block_tables, "block_tables", Extents{lengths->size(), kAny});
+    view = {.n_sequences = lengths->size(),
+            .max_blocks = tables->extent(1),
+            .block_tables = tables->data(),
+            .seq_lens = lengths->data()};
+  }
+  void from_flat(nb::handle kv_indptr, nb::handle kv_indices, nb::handle kv_last_page_len, int64_t block_size) {
+    if (kv_indptr.is_none() || kv_indices.is_none() || kv_last_page_len.is_none())
+      raise(invalid_argument("kv_indptr, kv_indices and kv_last_page_len go together: one is missing"));
+    const IntsIn<int32_t> last(kv_last_page_len, "kv_last_page_len", {kAny});
+    const IntsIn<int32_t> indptr(kv_indptr, "kv_indptr", {last.size() + 1});
+    const IntsIn<int32_t> indices(kv_indices, "kv_indices", {kAny});
+    const int64_t n = last.size();
+    int64_t widest = 0;
+    for (int64_t s = 0; s < n; ++s) {
+      const int64_t begin = indptr.data()[s], end = indptr.data()[s + 1];
+      if (begin < 0 || end < begin || end > indices.size())
+        raise(invalid_argument("kv_indptr[" + std::to_string(s) + ":" + std::to_string(s + 2) + "] is " +
+                               std::to_string(begin) + ", " + std::to_string(end) + ", kv_indices has " +
+                               std::to_string(indices.size())));
+      const int64_t tail = last.data()[s];
+      if (end > begin ? tail < 1 || tail > block_size : tail != 0)
+        raise(invalid_argument("kv_last_page_len[" + std::to_string(s) + "] is " + std::to_string(tail) +
+                               ", allowed are 1 to " + std::to_string(block_size) + ", or 0 without blocks"));
+      made_lengths.push_back(int32_t(end > begin ? (end - begin - 1) * block_size + tail : 0));
+      widest = std::max(widest, end - begin);
+    }
+    made_tables.assign(size_t(n * widest), -1);
+    for (int64_t s = 0; s < n; ++s)
+      std::copy(indices.data() + indptr.data()[s], indices.data() + indptr.data()[s + 1],
+                made_tables.begin() + s * widest);
+    view = {.n_sequences = n,
+            .max_blocks = widest,
+            .block_tables = made_tables.data(),
+            .seq_lens = made_lengths.data()};
+  }
+};
+
+nb::object paged_attention(nb::handle query, nb::handle key_cache, nb::handle value_cache, nb::handle block_tables,
+                           nb::handle seq_lens, nb::handle cu_seqlens_q, nb::handle scale, nb::handle key_scales,
+                           nb::handle value_scales, nb::handle kv_indptr, nb::handle kv_indices,
+                           nb::handle kv_last_page_len, nb::handle head_dim_v, double softcap,
+                           nb::handle sliding_window, nb::handle sinks, nb::handle out, bool return_lse,
+                           const std::string& query_path) {
+  ArrayCounters& counters = process_counters();
+  const FloatsIn q(query, "query", {kAny, kAny, kAny}, counters);
+  const int64_t n = q.array().extent(0), heads = q.array().extent(1), head_dim = q.array().extent(2);
+  const int64_t v_dim = head_dim_v.is_none() ? head_dim : nb::cast<int64_t>(head_dim_v);
+  const ArraysIn in(key_cache, value_cache, key_scales, value_scales, head_dim, v_dim, false);
+  const TablesIn tables(block_tables, seq_lens, cu_seqlens_q, kv_indptr, kv_indices, kv_last_page_len, n,
+                        in.arrays.tensors.k.shape[1]);
+  FloatsOut result({n, heads, v_dim}, q.array(), out, "out", counters);
+  std::optional<FloatsIn> sink_logits;
+  if (!sinks.is_none()) sink_logits.emplace(sinks, "sinks", Extents{heads}, counters);
+  auto lse = std::unique_ptr<float[]>(return_lse ? new float[size_t(n * heads + 1)] : nullptr);
+  BlockAttentionOptions options{.num_q_heads = heads,
+                                .sliding_window = window_of(sliding_window),
+                                .query_path = check(parse_query_path(query_path))};
+  BlockAttention::Args args{.q = q.data(),
+                            .out = result.data(),
+                            .lse = lse.get(),
+                            .scale = scale_of(scale),
+                            .softcap = float(softcap),
+                            .sinks = sink_logits ? sink_logits->data() : nullptr};
+  const auto run = [&]() -> Status {
+    auto plan = BlockAttention::plan(in.arrays, tables.view, options);
+    if (!plan.ok()) return plan.status();
+    int64_t products = 0;
+    for (int64_t s = 0; s < tables.view.n_sequences; ++s)
+      products +=
+          int64_t(tables.view.query_start_loc[s + 1] - tables.view.query_start_loc[s]) * tables.view.seq_lens[s];
+    const int parts = parts_for(products * heads * (head_dim + v_dim));
+    thread_local Scratch scratch;
+    args.scratch = scratch.get(plan->scratch_bytes(parts).n);
+    std::atomic<bool> failed = false;
+    Status first;
+    run_parts(parts, [&](int part) {
+      if (Status status = plan->attend(args, {part, parts}); !status.ok() && !failed.exchange(true)) first = status;
+    });
+    if (!first.ok()) return first;
+    return plan->merge(args);
+  };
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = run();
+  }
+  check(status);
+  nb::object made = result.finish();
+  if (!return_lse) return made;
+  return nb::make_tuple(made, float_array(q.array().framework(), std::move(lse), {n, heads}));
+}
+
+}  // namespace
+
+void bind_block_arrays(nb::module_& m) {
+  m.def("reshape_and_cache", &reshape_and_cache, nb::arg("key"), nb::arg("value"), nb::arg("key_cache"),
+        nb::arg("value_cache"), nb::arg("slot_mapping"), nb::kw_only(), nb::arg("key_scales") = nb::none(),
+        nb::arg("value_scales") = nb::none(),
+        "Writes rows into the slots of block tensors that the caller owns (vLLM's function of that name).\n\n"
+        "  key, value               [n_tokens, num_kv_heads, head_dim]\n"
+        "  key_cache, value_cache   [num_blocks, block_size, num_kv_heads, width], any strides, last axis "
+        "contiguous:\n"
+        "                           float32, float16, bfloat16, int8 (q8), uint8 (q4: head_dim / 2, q6: 3/4)\n"
+        "  slot_mapping             int64 [n_tokens], block * block_size + offset; -1 skips\n"
+        "  key_scales, value_scales float32 [num_blocks, block_size, num_kv_heads, 1] of quantized tensors\n\n"
+        "Errors: ValueError (shapes, a slot that is not there: nothing was written), NotFiniteError.");
+  m.def("paged_attention", &paged_attention, nb::arg("query"), nb::arg("key_cache"), nb::arg("value_cache"),
+        nb::arg("block_tables") = nb::none(), nb::arg("seq_lens") = nb::none(),
+        nb::arg("cu_seqlens_q") = nb::none(), nb::kw_only(), nb::arg("scale") = nb::none(),
+        nb::arg("key_scales") = nb::none(), nb::arg("value_scales") = nb::none(), nb::arg("kv_indptr") = nb::none(),
+        nb::arg("kv_indices") = nb::none(), nb::arg("kv_last_page_len") = nb::none(),
+        nb::arg("head_dim_v") = nb::none(), nb::arg("softcap") = 0.0, nb::arg("sliding_window") = nb::none(),
+        nb::arg("sinks") = nb::none(), nb::arg("out") = nb::none(), nb::arg("return_lse") = false,
+        nb::arg("query_path") = "auto",
+        "Causal attention over block tensors that the caller owns.\n\n"
+        "  query         [n_tokens, num_q_heads, head_dim]\n"
+        "  block_tables  int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs], the queries' tokens included "
+        "(vLLM)\n"
+        "  kv_indptr     int32 [num_seqs + 1], kv_indices int32 [...], kv_last_page_len int32 [num_seqs]: the same "
+        "in\n"
+        "                FlashInfer's form; give one of the two\n"
+        "  cu_seqlens_q  int32 [num_seqs + 1]: which rows of query are whose; None: one each\n"
+        "  scale         None: 1/sqrt(head_dim)\n"
+        "  returns       [n_tokens, num_q_heads, head_dim_v] of query's framework and type; with return_lse also\n"
+        "                lse [n_tokens, num_q_heads]\n\n"
+        "Errors: ValueError that names the sequence and place of a block id out of range, TypeError.");
+}
+
+}  // namespace pagedkv::python

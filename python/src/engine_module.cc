@@ -1,0 +1,309 @@
+// The extension module `pagedkv._engine`: GGUF models behind the engine's scheduler, for pagedkv.LLM.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+
+#include "engine/engine.h"
+#include "engine/scheduler.h"
+#include "errors.h"
+
+namespace pagedkv::python {
+namespace {
+
+// What the scheduler's thread says about one request, until Python asks. Its calls never wait for Python.
+class Inbox : public engine::RequestSink {
+ public:
+  void on_delta(engine::Delta delta) override {
+    {
+      const std::scoped_lock lock(mutex_);
+      deltas_.push_back(std::move(delta));
+    }
+    changed_.notify_one();
+  }
+  void on_end(const Status& status, const engine::Usage& usage) override {
+    {
+      const std::scoped_lock lock(mutex_);
+      status_ = status;
+      usage_ = usage;
+    }
+    changed_.notify_one();
+  }
+
+  // The next delta; nothing once the request has ended. Waits without the GIL, and gives signals a chance.
+  std::optional<engine::Delta> next() {
+    for (;;) {
+      {
+        const nb::gil_scoped_release release;
+        std::unique_lock lock(mutex_);
+        changed_.wait_for(lock, std::chrono::milliseconds(100), [this] { return !deltas_.empty() || usage_; });
+        if (!deltas_.empty()) {
+          engine::Delta delta = std::move(deltas_.front());
+          deltas_.pop_front();
+          return delta;
+        }
+        if (usage_) return std::nullopt;
+      }
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+  }
+  Status status() const {
+    const std::scoped_lock lock(mutex_);
+    return status_;
+  }
+  std::optional<engine::Usage> usage() const {
+    const std::scoped_lock lock(mutex_);
+    return usage_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<engine::Delta> deltas_;
+  Status status_;
+  std::optional<engine::Usage> usage_;  // set: ended
+};
+
+struct Model {
+  std::unique_ptr<engine::Engine> engine;
+  std::unique_ptr<engine::Scheduler> scheduler;  // goes first
+  ~Model() {
+    const nb::gil_scoped_release release;
+    scheduler.reset();
+    engine.reset();
+  }
+};
+
+struct Request {
+  std::shared_ptr<Model> model;
+  std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>();
+  engine::RequestId id{};
+  bool ended = false;
+  Request() = default;
+  Request(Request&&) = default;
+  ~Request() {
+    if (model && !ended) model->scheduler->cancel(id);
+  }
+};
+
+std::shared_ptr<Model> load(const std::string& path, const std::string& kv_quant, int64_t context, int threads,
+                            int64_t block_size, int64_t num_blocks, int64_t kv_memory, bool dynamic, int64_t chunk,
+                            int64_t max_num_seqs, int64_t max_queue, const std::string& query_path,
+                            bool reproducible, nb::object progress) {
+  engine::EngineOptions options{.model_path = path,
+                                .context = Tokens(context),
+                                .threads = threads,
+                                .kv_formats = check(parse_kv_quant(kv_quant)),
+                                .block_size = Tokens(block_size),
+                                .num_blocks = Blocks(num_blocks),
+                                .kv_memory = Bytes(kv_memory),
+                                .dynamic = dynamic,
+                                .query_path = check(parse_query_path(query_path)),
+                                .chunk = Tokens(chunk),
+                                .max_sequences = max_num_seqs,
+                                .reproducible = reproducible};
+  bool interrupted = false;
+  if (!progress.is_none())
+    options.progress = [&](double fraction) {
+      const nb::gil_scoped_acquire acquire;
+      if (interrupted) return;
+      try {
+        progress(fraction);
+      } catch (nb::python_error& error) {  // raised again once the model is there: loading cannot stop half way
+        interrupted = true;
+        error.restore();
+      }
+    };
+  auto model = std::make_shared<Model>();
+  Result<std::unique_ptr<engine::Engine>> engine = Status(Code::kInternal, "not loaded");
+  {
+    const nb::gil_scoped_release release;
+    engine = engine::Engine::load(options);
+  }
+  if (interrupted) throw nb::python_error();
+  model->engine = check(std::move(engine));
+  model->scheduler = check(engine::Scheduler::start(
+      *model->engine,
+      {.max_num_seqs = max_num_seqs, .max_num_batched_tokens = Tokens(chunk), .max_queue = max_queue}));
+  warn_of_notices();
+  return model;
+}
+
+Request submit(const std::shared_ptr<Model>& model, std::vector<int32_t> prompt, int64_t max_tokens,
+               float temperature, int top_k, float top_p, float min_p, float repeat_penalty, float presence_penalty,
+               float frequency_penalty, std::vector<std::pair<int32_t, float>> logit_bias, uint32_t seed,
+               std::vector<std::string> stop, int64_t n, std::string grammar, bool ignore_end,
+               std::string name_space) {
+  Request request;
+  engine::ServeRequest asked{.prompt = std::move(prompt),
+                             .answer = {.max_tokens = Tokens(max_tokens),
+                                        .sampling = {.temperature = temperature,
+                                                     .top_k = top_k,
+                                                     .top_p = top_p,
+                                                     .min_p = min_p,
+                                                     .repeat_penalty = repeat_penalty,
+                                                     .seed = seed,
+                                                     .presence_penalty = presence_penalty,
+                                                     .frequency_penalty = frequency_penalty,
+                                                     .logit_bias = std::move(logit_bias),
+                                                     .grammar = std::move(grammar)},
+                                        .stop = std::move(stop),
+                                        .ignore_end = ignore_end},
+                             .n = n,
+                             .name_space = std::move(name_space)};
+  Result<engine::RequestId> id = Status(Code::kInternal, "not submitted");
+  {
+    const nb::gil_scoped_release release;
+    id = model->scheduler->submit(std::move(asked), request.inbox);
+  }
+  request.id = check(std::move(id));
+  request.model = model;
+  return request;
+}
+
+nb::object next(Request& request) {
+  const std::optional<engine::Delta> delta = request.inbox->next();
+  if (!delta) {
+    request.ended = true;
+    check(request.inbox->status());
+    return nb::none();
+  }
+  return nb::make_tuple(
+      delta->choice, nb::str(delta->text.c_str(), delta->text.size()),
+      delta->finish ? nb::object(nb::str(engine::finish_reason_name(*delta->finish))) : nb::none());
+}
+
+nb::dict usage(const Request& request) {
+  nb::dict out;
+  const auto usage = request.inbox->usage();
+  if (!usage) return out;
+  out["prompt_tokens"] = usage->prompt_tokens;
+  out["cached_tokens"] = usage->cached_tokens;
+  out["reason"] = prefix_reason_name(usage->reason);
+  out["completion_tokens"] = usage->completion_tokens;
+  out["preemptions"] = usage->preemptions;
+  out["queue_seconds"] = usage->queue_seconds;
+  out["first_token_seconds"] = usage->first_token_seconds;
+  out["total_seconds"] = usage->total_seconds;
+  return out;
+}
+
+nb::dict stats(const Model& model) {
+  const engine::SchedulerStats s = model.scheduler->stats();
+  nb::dict out;
+  out["cache"] = nb::module_::import_("json").attr("loads")(to_json(s.cache));
+  const std::pair<const char*, int64_t> counts[] = {{"running", s.running},
+                                                    {"waiting", s.waiting},
+                                                    {"requests", s.requests},
+                                                    {"refused", s.refused},
+                                                    {"finished_stop", s.finished_stop},
+                                                    {"finished_length", s.finished_length},
+                                                    {"cancelled", s.cancelled},
+                                                    {"failed", s.failed},
+                                                    {"preemptions", s.preemptions},
+                                                    {"prompt_tokens_computed", s.prompt_tokens_computed},
+                                                    {"prompt_tokens_cached", s.prompt_tokens_cached},
+                                                    {"generated_tokens", s.generated_tokens},
+                                                    {"steps", s.steps}};
+  for (const auto& [name, value] : counts) out[name] = value;
+  out["busy_seconds"] = s.busy_seconds;
+  out["model_seconds"] = s.model_seconds;
+  return out;
+}
+
+std::vector<engine::ChatMessage> messages_of(nb::handle messages) {
+  std::vector<engine::ChatMessage> out;
+  for (const nb::handle item : nb::borrow(messages)) {
+    nb::dict message;
+    if (!nb::try_cast(nb::borrow(item), message) || !message.contains("role") || !message.contains("content"))
+      raise_type_error("a message is a dict with role and content, both strings");
+    engine::ChatMessage read;
+    if (!nb::try_cast(nb::object(message["role"]), read.role) ||
+        !nb::try_cast(nb::object(message["content"]), read.content))
+      raise_type_error("a message's role and content are strings");
+    out.push_back(std::move(read));
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace pagedkv::python
+
+NB_MODULE(_engine, m) {
+  using namespace pagedkv;
+  using namespace pagedkv::python;
+  namespace nb = nanobind;
+  m.doc() = "GGUF models on the paged cache: use pagedkv.LLM.";
+  take_notices();
+  nb::class_<Request>(m, "Request")
+      .def("next", &next, "(choice, text, finish reason or None), or None once the request has ended.")
+      .def("cancel", [](Request& r) { r.model->scheduler->cancel(r.id); })
+      .def("usage", &usage);
+  nb::class_<Model>(m, "Model")
+      .def("submit", &submit, nb::arg("prompt"), nb::kw_only(), nb::arg("max_tokens"), nb::arg("temperature"),
+           nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("repeat_penalty"),
+           nb::arg("presence_penalty"), nb::arg("frequency_penalty"), nb::arg("logit_bias"), nb::arg("seed"),
+           nb::arg("stop"), nb::arg("n"), nb::arg("grammar"), nb::arg("ignore_end"), nb::arg("name_space"))
+      .def(
+          "tokenize",
+          [](const Model& model, const std::string& text, bool add_special, bool parse_special) {
+            return check(model.engine->text().tokenize(text, add_special, parse_special));
+          },
+          nb::arg("text"), nb::arg("add_special"), nb::arg("parse_special"))
+      .def(
+          "detokenize",
+          [](const Model& model, const std::vector<int32_t>& tokens) {
+            engine::TextStream stream;
+            std::string text;
+            for (const int32_t token : tokens) {
+              if (token < 0 || token >= model.engine->text().vocab_size())
+                raise(invalid_argument("token " + std::to_string(token) + ", the vocabulary has " +
+                                       std::to_string(model.engine->text().vocab_size())));
+              text += stream.push(model.engine->text().piece(token));
+            }
+            return text + stream.finish();
+          },
+          nb::arg("tokens"))
+      .def(
+          "tokenize_chat",
+          [](const Model& model, nb::handle messages) {
+            return check(model.engine->text().tokenize_chat(messages_of(messages)));
+          },
+          nb::arg("messages"))
+      .def("default_system", [](const Model& model) { return model.engine->text().default_system(); })
+      .def("stats", &stats)
+      .def("close",
+           [](Model& model) {
+             const nb::gil_scoped_release release;
+             model.scheduler->stop();
+           })
+      .def_prop_ro("info", [](const Model& model) {
+        const engine::ModelInfo& info = model.engine->model();
+        nb::dict out;
+        out["path"] = info.path;
+        out["architecture"] = info.architecture;
+        out["name"] = info.name;
+        out["n_layers"] = info.n_layers;
+        out["vocab_size"] = info.vocab_size;
+        out["context_length"] = info.context_length;
+        out["weight_bytes"] = info.weight_bytes;
+        out["context"] = model.engine->context().n;
+        out["threads"] = model.engine->threads();
+        out["kv_quant"] = kv_quant_name(model.engine->cache_options().groups.front().shape.formats);
+        out["isa"] = std::string(model.engine->cache().isa());
+        out["query_path"] = query_path_name(model.engine->cache().query_path());
+        return out;
+      });
+  m.def("load", &load, nb::arg("path"), nb::kw_only(), nb::arg("kv_quant"), nb::arg("context"), nb::arg("threads"),
+        nb::arg("block_size"), nb::arg("num_blocks"), nb::arg("kv_memory"), nb::arg("dynamic"), nb::arg("chunk"),
+        nb::arg("max_num_seqs"), nb::arg("max_queue"), nb::arg("query_path"), nb::arg("reproducible"),
+        nb::arg("progress").none());
+}

@@ -1,0 +1,16 @@
+// The threads that share out attention when it is called from Python.
+#pragma once
+
+#include <functional>
+
+namespace pagedkv::python {
+
+// Any thread. Default: the CPUs this process may run on. Requires: n >= 1.
+int num_threads();
+void set_num_threads(int n);
+
+// Calls fn(part) for every part in [0, n_parts), the first on the calling thread. Parts may run after each other on
+// one thread: when the workers are busy for somebody else, or after a fork. Must be called without the GIL.
+void run_parts(int n_parts, const std::function<void(int)>& fn);
+
+}  // namespace pagedkv::python
