@@ -285,7 +285,7 @@ void append(PyPlan& plan, int layer, nb::handle k, nb::handle v) {
   const RowsIn values(v, "v", n, shape.num_kv_heads, shape.head_dim_v, cache.arrays);
   const int64_t work = n * shape.num_kv_heads * (shape.head_dim_k + shape.head_dim_v) * 8;
   check(locked(cache, [&]() -> Status {
-    if (Status status = plan.usable(); !status.ok()) return status;
+    if (Status status = plan.usable(); !status.ok() || n == 0) return status;
     const int parts = parts_for(work);
     std::atomic<bool> failed = false;
     Status first;
@@ -321,7 +321,7 @@ nb::object attend(PyPlan& plan, int layer, nb::handle q, nb::handle out, nb::han
                   .sliding_window = window_of(sliding_window),
                   .sinks = sink_logits ? sink_logits->data() : nullptr};
   check(locked(cache, [&]() -> Status {
-    if (Status status = plan.usable(); !status.ok()) return status;
+    if (Status status = plan.usable(); !status.ok() || n == 0) return status;
     int64_t products = 0;
     const auto lengths = step.seq_lens(), starts = step.query_start_loc();
     for (size_t s = 0; s < lengths.size(); ++s) products += int64_t(starts[s + 1] - starts[s]) * lengths[s];
@@ -355,7 +355,7 @@ nb::tuple read_dense(PyCache& cache, PyPlan& plan, int64_t place, int layer, int
                            std::to_string(lengths[size_t(place)]) + " tokens"));
   struct Target {
     std::unique_ptr<float[]> owned;
-    nb::ndarray<float> given;
+    nb::ndarray<> given;  // of no type: a typed one would be converted, and the copy filled
     Cache::DenseRows rows;
   };
   const auto target = [&](nb::handle out, const char* name, int64_t head_dim) {
@@ -366,9 +366,12 @@ nb::tuple read_dense(PyCache& cache, PyPlan& plan, int64_t place, int layer, int
       return t;
     }
     const InArray seen(out, name, {shape.num_kv_heads, n, head_dim});
-    if (!nb::try_cast(nb::borrow(out), t.given) || !t.given.is_valid() || (head_dim > 1 && t.given.stride(2) != 1))
+    if (!nb::try_cast(nb::borrow(out), t.given) || !t.given.is_valid() || t.given.dtype() != nb::dtype<float>() ||
+        (head_dim > 1 && t.given.stride(2) != 1))
       raise_type_error(std::string(name) + " must be a writable float32 array, its last dimension contiguous");
-    t.rows = {.data = t.given.data(), .token_stride = t.given.stride(1), .head_stride = t.given.stride(0)};
+    t.rows = {.data = static_cast<float*>(t.given.data()),
+              .token_stride = t.given.stride(1),
+              .head_stride = t.given.stride(0)};
     return t;
   };
   Target k = target(out_k, "out_k", shape.head_dim_k), v = target(out_v, "out_v", shape.head_dim_v);
@@ -671,7 +674,7 @@ void bind_cache(nb::module_& m) {
           },
           nb::arg("group") = 0, "Bytes of one block, padding included.");
 
-  m.def("append", &append, nb::arg("plan"), nb::arg("layer"), nb::arg("k"), nb::arg("v"),
+  m.def("append", &append, nb::arg("plan"), nb::arg("layer"), nb::arg("k").none(), nb::arg("v").none(),
         "Writes a step's new rows of one layer into their slots, quantizing if the group does.\n\n"
         "  k, v  [plan.n_tokens, num_kv_heads, head_dim], or with a batch [batch, num_kv_heads, n, head_dim] of\n"
         "        batch * n = plan.n_tokens; float32, float16 or bfloat16; K already rotated\n\n"

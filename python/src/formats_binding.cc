@@ -150,14 +150,14 @@ void bind_formats(nb::module_& m) {
       },
       nb::arg("kv_quant"), nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("head_dim_v") = nb::none(),
       "Bytes that one token takes in one layer: K and V rows and their scales, without padding.");
-  m.def("quantize_symmetric", &quantize, nb::arg("x"), nb::arg("mode") = "q8",
+  m.def("quantize_symmetric", &quantize, nb::arg("x").none(), nb::arg("mode") = "q8",
         "Quantizes rows, one scale each, to the bytes that a cache stores.\n\n"
         "  x        [..., head_dim] floats, 1 to 4 axes\n"
         "  returns  codes [..., row_bytes] (int8 for q8, else uint8), scales [..., 1] float32\n\n"
         "Errors: ValueError (mode), NotFiniteError with the row.");
-  m.def("dequantize_symmetric", &dequantize, nb::arg("codes"), nb::arg("scales"), nb::arg("head_dim"),
+  m.def("dequantize_symmetric", &dequantize, nb::arg("codes").none(), nb::arg("scales").none(), nb::arg("head_dim"),
         nb::arg("mode") = "q8", "The inverse: [..., head_dim] float32.");
-  m.def("merge", &merge, nb::arg("out_a"), nb::arg("lse_a"), nb::arg("out_b"), nb::arg("lse_b"),
+  m.def("merge", &merge, nb::arg("out_a").none(), nb::arg("lse_a").none(), nb::arg("out_b").none(), nb::arg("lse_b").none(),
         "Joins attention over disjoint keys.\n\n"
         "  out_a, out_b  [n_tokens, num_q_heads, head_dim]\n"
         "  lse_a, lse_b  [n_tokens, num_q_heads], natural logarithm, -inf for a row that saw no key\n"

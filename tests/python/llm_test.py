@@ -1,0 +1,155 @@
+"""pagedkv.LLM on a real model."""
+
+import threading
+import time
+
+import pytest
+
+import pagedkv
+
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def llm(model_path):
+    with pagedkv.LLM(model_path, kv_quant="q8") as llm:
+        yield llm
+
+
+def settled(llm, wanted):
+    """The statistics, once they have caught up (a quarter of a second)."""
+    for _ in range(100):
+        stats = llm.stats()
+        if wanted(stats):
+            return stats
+        time.sleep(0.05)
+    raise AssertionError(stats)
+
+
+def test_it_answers(llm):
+    answer = llm.chat(QUESTION, temperature=0, max_tokens=32)
+    assert "Paris" in answer.text and answer.finish_reason == "stop" and str(answer) == answer.text
+    assert answer.usage["prompt_tokens"] > 5 and answer.usage["completion_tokens"] > 3
+
+
+def test_a_stream_brings_the_same_text_in_pieces(llm):
+    whole = llm.chat(QUESTION, temperature=0, max_tokens=32)
+    with llm.chat([{"role": "user", "content": QUESTION}], temperature=0, max_tokens=32, stream=True) as stream:
+        pieces = list(stream)
+    assert len(pieces) > 3 and "".join(pieces) == whole.text == stream.text
+    assert stream.finish_reason == "stop" and stream.usage["completion_tokens"] == whole.usage["completion_tokens"]
+
+
+def test_a_stream_that_is_closed_ends_its_request(llm):
+    stream = llm.generate("Once upon a time", max_tokens=2000, ignore_end=True, stream=True)
+    next(stream)
+    stream.close()
+    assert stream.finish_reason == "cancelled" and stream.usage["completion_tokens"] < 2000
+    with pytest.raises(StopIteration):
+        next(stream)
+    dropped = llm.generate("Once upon a time", max_tokens=2000, ignore_end=True, stream=True)
+    next(dropped)
+    del dropped
+    settled(llm, lambda stats: stats["running"] == 0)
+
+
+def test_a_prompt_that_was_there_before_is_not_computed_again(llm):
+    text = "The quick brown fox jumps over the lazy dog. " * 20
+    first, second = (llm.generate(text, max_tokens=4, temperature=0) for _ in range(2))
+    assert second.usage["cached_tokens"] >= second.usage["prompt_tokens"] - 17 and first.text == second.text
+    elsewhere = llm.generate(text, max_tokens=4, temperature=0, name_space="another tenant")
+    assert elsewhere.usage["cached_tokens"] == 0
+
+
+def test_lists_choices_and_threads(llm):
+    prompts = ["The sky is", "Water is", "Fire is"]
+    alone = [llm.generate(prompt, max_tokens=6, temperature=0).text for prompt in prompts]
+    assert [answer.text for answer in llm.generate(prompts, max_tokens=6, temperature=0)] == alone
+    choices = llm.generate("The sky is", max_tokens=6, n=3, seed=5, temperature=1.5)
+    assert len(choices) == 3 and len({choice.text for choice in choices}) > 1
+    assert [len(c) for c in llm.generate(prompts, max_tokens=2, n=2)] == [2, 2, 2]
+    texts = [None] * 3
+
+    def ask(i):
+        texts[i] = llm.generate(prompts[i], max_tokens=6, temperature=0).text
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == alone
+
+
+def test_tokens_go_in_and_come_out(llm):
+    tokens = llm.tokenize("Hello world", add_special=False)
+    assert llm.detokenize(tokens) == "Hello world"
+    by_ids = llm.generate(llm.tokenize("The sky is"), max_tokens=5, temperature=0)
+    assert by_ids.text == llm.generate("The sky is", max_tokens=5, temperature=0).text
+    with pytest.raises(ValueError, match="vocabulary has"):
+        llm.detokenize([10**8])
+
+
+def test_sampling_options_reach_the_sampler(llm):
+    def same(**options):
+        return {llm.generate("A story:", max_tokens=8, **options).text for _ in range(2)}
+
+    assert len(same(seed=7)) == 1
+    assert llm.generate("A story:", max_tokens=8, seed=7).text != llm.generate("A story:", max_tokens=8, seed=8, temperature=2.0).text
+    assert llm.generate("1, 2, 3,", max_tokens=20, temperature=0, stop=" 6").finish_reason == "stop"
+    assert llm.generate("Yes or no?", max_tokens=8, grammar='root ::= "yes" | "no"').text in ("yes", "no")
+    token = llm.tokenize(" Z", add_special=False)[0]
+    assert llm.generate("A", max_tokens=3, temperature=0, logit_bias={token: 100}).text == " Z" * 3
+
+
+@pytest.mark.parametrize("prompt,options,error,match", [
+    ("x", {"temperature": -1}, ValueError, "temperature is -1"), ("x", {"temperature": float("nan")}, ValueError, "temperature"),
+    ("x", {"top_p": 2}, ValueError, "top_p"), ("", {}, ValueError, "empty"), ([10**6], {}, ValueError, "vocabulary"),
+    ("x", {"n": 0}, ValueError, "n"), ("x", {"grammar": 'rule ::= "a"'}, ValueError, "grammar"),
+    ("x", {"no_such_option": 1}, TypeError, "no_such_option"), (["a", "b"], {"stream": True}, ValueError, "one prompt"),
+    ("x", {"n": 2, "stream": True}, ValueError, "n is 2"),
+])
+def test_what_cannot_be_done_is_refused_by_name(llm, prompt, options, error, match):
+    with pytest.raises(error, match=match):
+        llm.generate(prompt, **options)
+
+
+@pytest.mark.parametrize("messages,error", [
+    ([{"role": "wizard", "content": "x"}], ValueError), ([{"content": "x"}], TypeError), (["x"], TypeError),
+    ([{"role": "user", "content": 3}], TypeError),
+])
+def test_messages_that_are_none_are_refused(llm, messages, error):
+    with pytest.raises(error):
+        llm.chat(messages)
+
+
+def test_statistics_are_those_of_the_cache_and_of_the_scheduler(llm):
+    llm.generate("x", max_tokens=3)
+    stats = settled(llm, lambda stats: stats["running"] == 0)
+    assert stats["requests"] >= 1 and stats["generated_tokens"] >= 1
+    assert stats["cache"]["dense_materializations"] == 0 and stats["cache"]["growth_bytes_copied"] == 0
+    assert llm.info["kv_quant"] == "q8" and llm.info["architecture"] == "llama"
+
+
+def test_loading_reports_its_progress_and_bad_files_are_refused(model_path, tmp_path):
+    seen = []
+    pagedkv.LLM(model_path, progress=seen.append, num_blocks=64).close()
+    assert seen[-1] == 1 and seen == sorted(seen)
+    with pytest.raises(ZeroDivisionError):
+        pagedkv.LLM(model_path, progress=lambda fraction: 1 / 0)
+    with pytest.raises(FileNotFoundError):
+        pagedkv.LLM(tmp_path / "nothing.gguf")
+    broken = tmp_path / "broken.gguf"
+    with open(model_path, "rb") as whole:
+        broken.write_bytes(whole.read(10_000))
+    with pytest.raises(pagedkv.CorruptError):
+        pagedkv.LLM(broken)
+    with pytest.raises(ValueError, match="q8, q6, q4"):
+        pagedkv.LLM(model_path, kv_quant="q3")
+
+
+def test_a_closed_model_says_so(model_path):
+    llm = pagedkv.LLM(model_path, num_blocks=64)
+    llm.close()
+    with pytest.raises(pagedkv.UnavailableError):
+        llm.generate("x")
