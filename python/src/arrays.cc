@@ -166,7 +166,16 @@ std::string shape_text(const std::vector<int64_t>& shape) {
 }
 
 InArray::InArray(nb::handle array, const char* name)
-    : view_(import_array(array, name)), name_(name), framework_(framework_of(array)) {}
+    : view_(import_array(array, name)), name_(name), framework_(framework_of(array)) {
+  // Gradients would be lost without a word.
+  if (framework_ == Framework::kTorch && nb::cast<bool>(array.attr("requires_grad")) &&
+      nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) {
+    PyErr_SetString(PyExc_RuntimeError, (std::string(name) + " requires gradients, and pagedkv has no backward: detach "
+                                                             "it, or compute under torch.no_grad()")
+                                            .c_str());
+    throw nb::python_error();
+  }
+}
 
 InArray::InArray(nb::handle array, const char* name, Extents extents) : InArray(array, name) {
   check_shape(name, view_.shape_ptr(), view_.ndim(), extents);

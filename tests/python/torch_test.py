@@ -1,0 +1,144 @@
+"""Tensors at the border, and the operators under torch.compile."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import oracle  # noqa: E402
+import pagedkv  # noqa: E402
+import pagedkv.torch  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+
+
+def a_step(cache, n=20, heads=2, d=32, dtype=torch.float32):
+    plan = cache.reserve([(cache.start().sequence, n)])
+    k, v = torch.randn(n, heads, d, dtype=dtype), torch.randn(n, heads, d, dtype=dtype)
+    pagedkv.append(plan, 0, k, v)
+    return plan, k, v
+
+
+def test_tensors_go_in_and_come_out_without_a_copy():
+    cache = pagedkv.Cache(num_kv_heads=2, head_dim=32, num_q_heads=4, kv_quant="f32", num_blocks=16)
+    plan, k, v = a_step(cache)
+    q = torch.randn(20, 4, 32)
+    out = pagedkv.attend(plan, 0, q)
+    assert isinstance(out, torch.Tensor) and out.dtype == torch.float32
+    np.testing.assert_allclose(out.numpy(), oracle.attention(q.numpy(), k.numpy(), v.numpy())[0], atol=3e-6)
+    given = torch.empty(20, 4, 32)
+    assert pagedkv.attend(plan, 0, q, out=given) is given and torch.equal(given, out)
+    assert cache.stats()["arrays"] == {"zero_copy": 5, "copied": {}}
+
+
+def test_bfloat16_keys_and_values_are_read_and_viewed_without_a_copy():
+    cache = pagedkv.Cache(num_kv_heads=2, head_dim=32, kv_quant="bf16", num_blocks=16)
+    plan, k, _ = a_step(cache, dtype=torch.bfloat16)
+    view = torch.from_dlpack(cache.tensors(0).k)
+    assert view.dtype == torch.bfloat16 and torch.equal(view[plan.block_tables()[0, 0]], k[:16])
+    assert cache.stats()["arrays"]["copied"] == {}
+    out = pagedkv.attend(plan, 0, torch.randn(20, 2, 32, dtype=torch.bfloat16))
+    assert out.dtype == torch.bfloat16
+
+
+def test_views_of_the_pool_are_written_through():
+    cache = pagedkv.Cache(num_kv_heads=2, head_dim=32, num_q_heads=2, kv_quant="f32", num_blocks=16)
+    plan, _, _ = a_step(cache)
+    torch.from_dlpack(cache.tensors(0).v).fill_(3)
+    assert torch.allclose(pagedkv.attend(plan, 0, torch.randn(20, 2, 32)), torch.tensor(3.0))
+
+
+def test_a_batch_comes_back_in_its_own_axes():
+    cache = pagedkv.PagedKVCache(kv_quant_config="f32")
+    k, q = torch.randn(2, 2, 9, 16), torch.randn(2, 4, 3, 16)
+    keys, _ = cache.update_and_fetch(k, k)
+    assert torch.equal(keys, k) and cache.paged_attention(q).shape == q.shape
+    halves = pagedkv.PagedKVCache()
+    keys, _ = halves.update_and_fetch(k.to(torch.bfloat16), k.to(torch.bfloat16))
+    assert keys.dtype == torch.bfloat16
+
+
+def test_a_mask_tensor_is_answered_too():
+    cache = pagedkv.PagedKVCache(kv_quant_config="f32")
+    cache.update_without_fetch(torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16))
+    q = torch.randn(1, 4, 9, 16)
+    with pytest.warns(RuntimeWarning, match="dense"):
+        out = cache.paged_attention(q, mask=torch.ones(9, 9).tril().bool())
+    assert torch.allclose(out, cache.paged_attention(q), atol=1e-6)
+
+
+def test_what_requires_gradients_is_refused_with_the_way_out():
+    cache = pagedkv.Cache(num_kv_heads=2, head_dim=32, num_q_heads=2, num_blocks=16)
+    plan, _, _ = a_step(cache)
+    with pytest.raises(RuntimeError, match="no backward.*detach"):
+        pagedkv.attend(plan, 0, torch.randn(20, 2, 32, requires_grad=True))
+
+
+def test_tensors_elsewhere_are_refused_by_their_place():
+    cache = pagedkv.Cache(num_kv_heads=2, head_dim=32, num_blocks=16)
+    plan, _, _ = a_step(cache)
+    with pytest.raises(TypeError, match="q is a Tensor"):
+        pagedkv.attend(plan, 0, torch.empty(20, 2, 32, device="meta"))
+
+
+# --- the operators -----------------------------------------------------------------------------------------------------
+
+
+def a_pool(mode="f32", d=32):
+    dtype, width = {"f32": (torch.float32, d), "bf16": (torch.bfloat16, d), "q8": (torch.int8, d),
+                    "q4": (torch.uint8, d // 2)}[mode]
+    caches = [torch.zeros(16, 4, 2, width, dtype=dtype) for _ in range(2)]
+    scales = [torch.ones(16, 4, 2, 1) for _ in range(2)] if mode in ("q8", "q4") else [None, None]
+    return caches, scales
+
+
+@pytest.mark.parametrize("mode", ["f32", "bf16", "q8", "q4"])
+def test_operators_pass_torchs_own_checks(mode):
+    (k_cache, v_cache), (k_scales, v_scales) = a_pool(mode)
+    key, value, slots = torch.randn(6, 2, 32), torch.randn(6, 2, 32), torch.arange(6)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(pagedkv.torch.reshape_and_cache, (key, value, k_cache, v_cache, slots, k_scales, v_scales),
+                          test_utils=tests)
+    pagedkv.torch.reshape_and_cache(key, value, k_cache, v_cache, slots, k_scales, v_scales)
+    tables, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
+    args = (torch.randn(1, 4, 32), k_cache, v_cache, tables, lengths, None, 0.2, k_scales, v_scales)
+    torch.library.opcheck(pagedkv.torch.paged_attention, args, test_utils=tests)
+    if mode in ("q8", "q4"):
+        torch.library.opcheck(pagedkv.torch.quantize_symmetric, (key, mode), test_utils=tests)
+        codes, scales = pagedkv.torch.quantize_symmetric(key, mode)
+        torch.library.opcheck(pagedkv.torch.dequantize_symmetric, (codes, scales, 32, mode), test_utils=tests)
+    states = torch.randn(5, 2, 8), torch.randn(5, 2), torch.randn(5, 2, 8), torch.randn(5, 2)
+    torch.library.opcheck(pagedkv.torch.merge, states, test_utils=tests)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_layer_compiles_into_one_graph(backend):
+    (k_cache, v_cache), (k_scales, v_scales) = a_pool("q8")
+
+    def layer(x, slots, tables, lengths):
+        q, k, v = x, x[:, :2] * 2, x[:, 2:] + 1
+        torch.ops.pagedkv.reshape_and_cache(k, v, k_cache, v_cache, slots, k_scales, v_scales)
+        return torch.ops.pagedkv.paged_attention(q, k_cache, v_cache, tables, lengths, key_scales=k_scales,
+                                                 value_scales=v_scales).relu()
+
+    x, tables = torch.randn(1, 4, 32), torch.tensor([[3]], dtype=torch.int32)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for position in range(3):
+        args = x + position, torch.tensor([12 + position]), tables, torch.tensor([position + 1], dtype=torch.int32)
+        torch.testing.assert_close(compiled(*args), layer(*args))
+
+
+def test_a_backward_says_that_there_is_none():
+    (k_cache, v_cache), _ = a_pool()
+    q = torch.randn(1, 4, 32, requires_grad=True)
+    out = pagedkv.torch.paged_attention(q, k_cache, v_cache, torch.zeros(1, 1, dtype=torch.int32),
+                                        torch.ones(1, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="pagedkv::paged_attention has no backward"):
+        out.sum().backward()
+    x = torch.randn(2, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="pagedkv::quantize_symmetric has no backward"):
+        pagedkv.torch.quantize_symmetric(x)[1].sum().backward()
