@@ -1,5 +1,5 @@
 # A thin front. CMake builds; the scripts in tools/ install, fetch and check.
-.PHONY: help demo test build bench bench-full bench-serve soak lint format clean
+.PHONY: help demo test test-all build wheel bench bench-full bench-serve bench-python soak lint format clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\): *## */  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -11,10 +11,15 @@ demo:           ## set up, build, fetch SmolLM2 (98 MB) and answer a question
 	@model=$$(tools/model smollm2) && \
 	  $(pagedkv) run -m "$$model" -p "What is the capital of France?" --temp 0
 
-test:           ## set up, build and run all tests
+test:           ## set up, build and run all tests: C++, and the Python package on numpy
 	@tools/build release
 	@PAGEDKV_TEST_MODEL=$$(tools/model smollm2) && export PAGEDKV_TEST_MODEL && \
-	  ctest --preset release --output-on-failure -j "$$(nproc)"
+	  ctest --preset release --output-on-failure -j "$$(nproc)" && tools/python-tests
+
+test-all:       ## the same with torch, transformers and mlx-lm: installs 6 GB into the cache, once
+	@tools/build release
+	@PAGEDKV_TEST_MODEL=$$(tools/model smollm2) && export PAGEDKV_TEST_MODEL && \
+	  ctest --preset release --output-on-failure -j "$$(nproc)" && tools/python-tests --all
 
 build:          ## set up and build
 	@tools/build release
@@ -31,6 +36,18 @@ bench-serve:    ## the server, and llama-cpp-python's in turn with it, under the
 	@tools/build release
 	@tools/setup --peer
 	@tools/bench-serve
+
+bench-python:   ## transformers' generate() with pagedkv beside its own caches, and what a call from Python costs; 5 minutes
+	@tools/build release
+	@tools/setup --package-all
+	@mkdir -p build/bench
+	@PYTHONPATH=build/release/python "$$(tools/setup --package-all-python)" bench/python/call_overhead.py \
+	  >build/bench/python-calls.json
+	@PYTHONPATH=build/release/python "$$(tools/setup --package-all-python)" bench/python/transformers_generate.py \
+	  >build/bench/python-transformers.json
+
+wheel:          ## build the Python package into build/dist
+	@tools/python-tests --wheel-only
 
 soak:           ## ten minutes of mixed load on the server, with a pool that is too small
 	@tools/build release

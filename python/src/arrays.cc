@@ -17,8 +17,9 @@ using Code = nb::dlpack::dtype_code;
 constexpr nb::dlpack::dtype dtype_of(Code code, int bits) { return {uint8_t(code), uint8_t(bits), 1}; }
 
 std::string dtype_text(nb::dlpack::dtype dtype) {
-  static constexpr const char* names[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
-  const std::string name = dtype.code < std::size(names) ? names[dtype.code] : "code " + std::to_string(dtype.code);
+  static constexpr const char* kNames[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  const std::string name =
+      dtype.code < std::size(kNames) ? kNames[dtype.code] : "code " + std::to_string(dtype.code);
   return dtype.code == uint8_t(Code::Bool) ? name : name + std::to_string(dtype.bits);
 }
 
@@ -61,9 +62,22 @@ int64_t product(const std::vector<int64_t>& shape) {
   return n;
 }
 
-float half_to_float(uint16_t half) { return float(std::bit_cast<_Float16>(half)); }
+// Halves bit by bit: _Float16 is not a type on every machine. Rounding is to nearest even.
+float half_to_float(uint16_t half) {
+  const uint32_t sign = uint32_t(half & 0x8000) << 16, magnitude = uint32_t(half & 0x7fff) << 13;
+  if ((half & 0x7c00) == 0x7c00) return std::bit_cast<float>(sign | 0x7f800000 | magnitude);  // infinity, NaN
+  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112F));
+}
 float bf16_to_float(uint16_t half) { return std::bit_cast<float>(uint32_t(half) << 16); }
-uint16_t float_to_half(float x) { return std::bit_cast<uint16_t>(_Float16(x)); }
+uint16_t float_to_half(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
+  const auto sign = uint16_t(bits >> 16 & 0x8000);
+  if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);   // NaN
+  if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds past 65,504
+  if (magnitude < 0x38800000)                                   // subnormal: the sum's last bit is worth 2^-24
+    return uint16_t(sign | (std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) - 0x3f000000));
+  return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));
+}
 uint16_t float_to_bf16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   if (x != x) return uint16_t(bits >> 16 | 0x40);  // a NaN stays one
@@ -170,9 +184,10 @@ InArray::InArray(nb::handle array, const char* name)
   // Gradients would be lost without a word.
   if (framework_ == Framework::kTorch && nb::cast<bool>(array.attr("requires_grad")) &&
       nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) {
-    PyErr_SetString(PyExc_RuntimeError, (std::string(name) + " requires gradients, and pagedkv has no backward: detach "
-                                                             "it, or compute under torch.no_grad()")
-                                            .c_str());
+    PyErr_SetString(PyExc_RuntimeError,
+                    (std::string(name) + " requires gradients, and pagedkv has no backward: detach "
+                                         "it, or compute under torch.no_grad()")
+                        .c_str());
     throw nb::python_error();
   }
 }
@@ -343,29 +358,19 @@ IntsIn<Int>::IntsIn(nb::handle array, const char* name, Extents extents) {
     return;
   }
   copy_.reserve(size_t(size_));
-  const auto take = [&](auto tag) {
-    const auto* values = static_cast<const decltype(tag)*>(array_->data());
-    const int64_t rows = extents_.size() == 2 ? extents_[0] : 1;
-    const int64_t columns = extents_.back();
-    const int64_t row_stride = extents_.size() == 2 ? array_->stride(0) : 0;
-    const int64_t column_stride = array_->stride(int(extents_.size()) - 1);
+  const int64_t rows = extents_.size() == 2 ? extents_[0] : 1, columns = extents_.back();
+  const int64_t row_stride = extents_.size() == 2 ? array_->stride(0) : 0;
+  const int64_t column_stride = array_->stride(int(extents_.size()) - 1);
+  const auto taken_as = [&]<class Element>(Element, Code code) {
+    if (!array_->is(code, 8 * sizeof(Element))) return false;
+    const auto* values = static_cast<const Element*>(array_->data());
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < columns; ++c)
         copy_.push_back(fits(int64_t(values[r * row_stride + c * column_stride])));
+    return true;
   };
-  if (array_->is(Code::Int, 32))
-    take(int32_t());
-  else if (array_->is(Code::Int, 64))
-    take(int64_t());
-  else if (array_->is(Code::UInt, 32))
-    take(uint32_t());
-  else if (array_->is(Code::Int, 16))
-    take(int16_t());
-  else if (array_->is(Code::UInt, 16))
-    take(uint16_t());
-  else if (array_->is(Code::UInt, 8))
-    take(uint8_t());
-  else
+  if (!(taken_as(int32_t(), Code::Int) || taken_as(int64_t(), Code::Int) || taken_as(int16_t(), Code::Int) ||
+        taken_as(uint8_t(), Code::UInt) || taken_as(uint16_t(), Code::UInt) || taken_as(uint32_t(), Code::UInt)))
     raise_type_error(std::string(name) + " has elements of type " + array_->dtype_name() +
                      ", expected int32 or int64");
   data_ = copy_.data();

@@ -213,9 +213,9 @@ nb::object paged_attention(nb::handle query, nb::handle key_cache, nb::handle va
 }  // namespace
 
 void bind_block_arrays(nb::module_& m) {
-  m.def("reshape_and_cache", &reshape_and_cache, nb::arg("key").none(), nb::arg("value").none(), nb::arg("key_cache").none(),
-        nb::arg("value_cache").none(), nb::arg("slot_mapping").none(), nb::kw_only(), nb::arg("key_scales") = nb::none(),
-        nb::arg("value_scales") = nb::none(),
+  m.def("reshape_and_cache", &reshape_and_cache, nb::arg("key").none(), nb::arg("value").none(),
+        nb::arg("key_cache").none(), nb::arg("value_cache").none(), nb::arg("slot_mapping").none(), nb::kw_only(),
+        nb::arg("key_scales") = nb::none(), nb::arg("value_scales") = nb::none(),
         "Writes rows into the slots of block tensors that the caller owns (vLLM's function of that name).\n\n"
         "  key, value               [n_tokens, num_kv_heads, head_dim]\n"
         "  key_cache, value_cache   [num_blocks, block_size, num_kv_heads, width], any strides, last axis "
@@ -224,8 +224,8 @@ void bind_block_arrays(nb::module_& m) {
         "  slot_mapping             int64 [n_tokens], block * block_size + offset; -1 skips\n"
         "  key_scales, value_scales float32 [num_blocks, block_size, num_kv_heads, 1] of quantized tensors\n\n"
         "Errors: ValueError (shapes, a slot that is not there: nothing was written), NotFiniteError.");
-  m.def("paged_attention", &paged_attention, nb::arg("query").none(), nb::arg("key_cache").none(), nb::arg("value_cache").none(),
-        nb::arg("block_tables") = nb::none(), nb::arg("seq_lens") = nb::none(),
+  m.def("paged_attention", &paged_attention, nb::arg("query").none(), nb::arg("key_cache").none(),
+        nb::arg("value_cache").none(), nb::arg("block_tables") = nb::none(), nb::arg("seq_lens") = nb::none(),
         nb::arg("cu_seqlens_q") = nb::none(), nb::kw_only(), nb::arg("scale") = nb::none(),
         nb::arg("key_scales") = nb::none(), nb::arg("value_scales") = nb::none(), nb::arg("kv_indptr") = nb::none(),
         nb::arg("kv_indices") = nb::none(), nb::arg("kv_last_page_len") = nb::none(),

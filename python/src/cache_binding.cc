@@ -268,7 +268,7 @@ void abandon(PyPlan& plan) {
 
 // A copy: the plan's own arrays are filled again by the next step.
 template <class Int>
-nb::object ints(std::span<const Int> values, std::vector<int64_t> shape) {
+nb::object ints(std::span<const Int> values, const std::vector<int64_t>& shape) {
   std::vector<std::byte> bytes(values.size_bytes());
   if (!bytes.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
   return byte_array(Framework::kNumpy, std::move(bytes), shape,
@@ -449,7 +449,7 @@ void bind_cache(nb::module_& m) {
       .def(
           "__init__",
           [](GroupSpec* self, std::vector<int> layers, int64_t num_kv_heads, int64_t head_dim,
-             nb::object head_dim_v, int64_t num_q_heads, int64_t sliding_window, nb::object kv_quant) {
+             nb::handle head_dim_v, int64_t num_q_heads, int64_t sliding_window, nb::handle kv_quant) {
             new (self) GroupSpec(make_group(std::move(layers), num_kv_heads, head_dim, head_dim_v, num_q_heads,
                                             sliding_window, kv_quant));
           },

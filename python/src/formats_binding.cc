@@ -140,7 +140,7 @@ void bind_formats(nb::module_& m) {
       nb::arg("otherwise"));
   m.def(
       "bytes_per_token",
-      [](const std::string& mode, int64_t num_kv_heads, int64_t head_dim, nb::object head_dim_v) {
+      [](const std::string& mode, int64_t num_kv_heads, int64_t head_dim, nb::handle head_dim_v) {
         const LayerShape shape{num_kv_heads, head_dim,
                                head_dim_v.is_none() ? head_dim : nb::cast<int64_t>(head_dim_v),
                                check(parse_kv_quant(mode))};
@@ -157,7 +157,8 @@ void bind_formats(nb::module_& m) {
         "Errors: ValueError (mode), NotFiniteError with the row.");
   m.def("dequantize_symmetric", &dequantize, nb::arg("codes").none(), nb::arg("scales").none(), nb::arg("head_dim"),
         nb::arg("mode") = "q8", "The inverse: [..., head_dim] float32.");
-  m.def("merge", &merge, nb::arg("out_a").none(), nb::arg("lse_a").none(), nb::arg("out_b").none(), nb::arg("lse_b").none(),
+  m.def("merge", &merge, nb::arg("out_a").none(), nb::arg("lse_a").none(), nb::arg("out_b").none(),
+        nb::arg("lse_b").none(),
         "Joins attention over disjoint keys.\n\n"
         "  out_a, out_b  [n_tokens, num_q_heads, head_dim]\n"
         "  lse_a, lse_b  [n_tokens, num_q_heads], natural logarithm, -inf for a row that saw no key\n"

@@ -87,7 +87,7 @@ struct Shared {
 };
 Shared* shared = new Shared;
 
-[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { shared = new Shared; });
+[[maybe_unused]] const int kAtFork = pthread_atfork(nullptr, nullptr, [] { shared = new Shared; });
 
 }  // namespace
 

@@ -243,3 +243,22 @@ def test_values_past_the_range_of_float16_saturate_and_are_counted():  # O-NUM-2
         pagedkv.append(plan, 0, np.array([[[1e7, -1e7, 1, 0]]], np.float32), np.ones((1, 1, 4), np.float32))
         assert cache.read_dense(plan, 0, 0)[0][0, 0].tolist() == [65504, -65504, 1, 0]
     assert cache.stats()["saturated_values"] == 2
+
+
+def test_every_half_is_converted_exactly_and_rounding_is_to_even():
+    halves = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(1, 1, -1)
+    nothing = np.zeros_like(halves, np.float32), np.full((1, 1), -np.inf, np.float32)
+    out, _ = pagedkv.merge(halves, np.zeros((1, 1), np.float32), *nothing)  # to float32 and back
+    assert out.dtype == np.float16
+    finite = np.isfinite(halves)
+    np.testing.assert_array_equal(out.view(np.uint16)[finite], halves.view(np.uint16)[finite])
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(100_000) * 10.0 ** rng.integers(-9, 6, 100_000)).astype(np.float32).reshape(1, 1, -1)
+    cache = pagedkv.Cache(num_kv_heads=1, head_dim=1000, num_blocks=16, kv_quant="f32")
+    with cache.reserve([(cache.start().sequence, 1)]) as plan:  # one key: attention is its value
+        for row in x.reshape(100, 1, 1, 1000):
+            pagedkv.append(plan, 0, row, row)
+            half = np.zeros((1, 1, 1000), np.float16)
+            pagedkv.attend(plan, 0, np.zeros((1, 1, 1000), np.float32), out=half)
+            with np.errstate(over="ignore"):
+                np.testing.assert_array_equal(half, row.astype(np.float16))
