@@ -201,6 +201,9 @@ class Cache {
   // Returns one Status per sequence: kNotFinite (the sequence keeps its old length), kStale (released meanwhile).
   // Errors of the call itself: kInvalidArgument (accepted counts), nothing changed.
   Result<std::vector<Status>> commit(StepPlan& plan, std::span<const Tokens> accepted = {});
+  // What commit would reject now, one Status per sequence: kNotFinite where append met NaN or infinity. For callers
+  // that keep a step whole or not at all. Errors: kInvalidArgument (plan).
+  Result<std::vector<Status>> faults(const StepPlan& plan) const;
   // A plan that only reads: queries at each sequence's last n_queries positions over what is stored. It takes no
   // blocks and is never committed; it is valid until the next call that changes one of its sequences.
   // num_q_heads: of these queries, for groups made without; 0: as the groups say.

@@ -289,8 +289,7 @@ class PagedCache(Cache):
 
     A forward is stored whole or not at all. One that an exception cuts short is abandoned: its columns do not count,
     and the next forward says so in a RuntimeWarning if it had stored any. NaN or infinity in K or V raises
-    NotFiniteError at the forward's last layer; the cache is then as before this forward, or empty, where a sliding
-    window had already dropped what was before.
+    NotFiniteError at the forward's last layer; the cache is then as before this forward.
 
     Errors: ValueError (config, mode, options, batch size, masks), CapacityError (no room: the cache is as before this
     forward), NotFiniteError, RuntimeError (inputs that require gradients: pagedkv has no backward).
@@ -539,27 +538,10 @@ class PagedCache(Cache):
     def _commit(self, n_columns):
         """Ends the complete step: its first n_columns stay."""
         step, self._step = self._step, None
-        before = [self._columns - skipped for skipped in self._skipped]
         if step.plan is not None:
-            accepted = [max(0, n_columns - step.padding[row]) for row in step.places()]
-            try:
-                step.plan.commit(accepted)
-            except pagedkv.NotFiniteError as error:
-                self._take_back(before, error)
+            step.plan.commit([max(0, n_columns - step.padding[row]) for row in step.places()], all_or_none=True)
         self._columns += n_columns
         self._skipped = [skipped + min(pad, n_columns) for skipped, pad in zip(self._skipped, step.padding)]
-
-    def _take_back(self, lengths, error):
-        """The rows without NaN have grown: back to what was, for all rows stay equally long. Raises `error`."""
-        try:
-            for sequence, length in zip(self._sequences, lengths):
-                if self._core.length(sequence) != length:
-                    self._core.truncate(sequence, length)
-        except ValueError:
-            self.reset()
-            raise pagedkv.NotFiniteError(f"{error}; the cache is empty now: a sliding window had dropped what was "
-                                         "there before") from error
-        raise error
 
     def _abandon(self):
         step, self._step = self._step, None

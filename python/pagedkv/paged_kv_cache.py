@@ -5,7 +5,7 @@ from _thread import RLock
 
 from . import _core
 from ._frameworks import causal_mask, dtype_of, from_numpy, kind_of
-from .errors import CapacityError, NotFiniteError
+from .errors import CapacityError
 from .quant import PagedKVQuantConfig, paged_kv_quant_mode_from_env
 
 
@@ -123,19 +123,13 @@ class PagedKVCache:
             pool, sequences = self._pool, self._sequences
             if pool is None:
                 pool, sequences = self._open(shape)
-            before = self.offset
             plan = pool.reserve([(sequence, n) for sequence in sequences])
             try:
                 _core.append(plan, 0, keys, values)
             except BaseException:
                 plan.abandon()
                 raise
-            try:
-                plan.commit()
-            except NotFiniteError:  # of one batch row; the others have grown
-                for sequence in sequences:
-                    pool.truncate(sequence, before)
-                raise
+            plan.commit(all_or_none=True)
             if self._pool is None:
                 self._pool, self._sequences, self._shape = pool, sequences, shape
             self._kind, self._dtype = kind_of(keys), dtype_of(keys)
@@ -171,6 +165,9 @@ class PagedKVCache:
             for sequence in self._sequences:
                 other._sequences.append(self._pool.fork(sequence))
             return other
+
+    def __copy__(self):
+        return self.fork()
 
     def __deepcopy__(self, memo):
         return self.fork()

@@ -240,7 +240,7 @@ PyPlan plan_read(const CachePtr& self, nb::handle requests, int64_t num_q_heads)
   return plan;
 }
 
-void commit(PyPlan& plan, nb::handle accepted) {
+void commit(PyPlan& plan, nb::handle accepted, bool all_or_none) {
   if (plan.reads_only) raise(invalid_argument("the plan only reads: there is nothing to commit"));
   std::vector<Tokens> counts;
   if (!accepted.is_none()) {
@@ -250,6 +250,16 @@ void commit(PyPlan& plan, nb::handle accepted) {
   }
   Result<std::vector<Status>> statuses = locked(*plan.cache, [&]() -> Result<std::vector<Status>> {
     if (Status status = plan.usable(); !status.ok()) return status;
+    if (all_or_none) {
+      auto faults = plan.cache->cache->faults(*plan.plan);
+      if (!faults.ok()) return faults;
+      for (const Status& status : *faults)
+        if (!status.ok()) {
+          plan.cache->cache->abandon(*plan.plan);
+          plan.end();
+          return status;
+        }
+    }
     auto ended = plan.cache->cache->commit(*plan.plan, counts);
     if (ended.ok()) plan.end();
     return ended;
@@ -501,9 +511,11 @@ void bind_cache(nb::module_& m) {
       m, "StepPlan",
       "The read-only description of one step. As a context manager it commits at the end, and abandons "
       "when an exception leaves the block.")
-      .def("commit", &commit, nb::arg("accepted") = nb::none(),
+      .def("commit", &commit, nb::arg("accepted") = nb::none(), nb::kw_only(), nb::arg("all_or_none") = false,
            "Ends the step: each sequence grows by its accepted tokens (default: all).\n\n"
-           "Errors: NotFiniteError, StaleError for the first sequence that was rejected; the others are committed.")
+           "Errors: NotFiniteError, StaleError for the first sequence that was rejected; the others are committed, "
+           "unless\n"
+           "all_or_none: then NaN or infinity in one abandons the step for all.")
       .def("abandon", &abandon, "Ends the step without accepting anything.")
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
       .def(
@@ -511,7 +523,7 @@ void bind_cache(nb::module_& m) {
           [](PyPlan& plan, nb::handle type, nb::handle, nb::handle) {
             if (!plan.plan || plan.reads_only) return;
             if (type.is_none())
-              commit(plan, nb::none());
+              commit(plan, nb::none(), false);
             else
               abandon(plan);
           },

@@ -460,7 +460,7 @@ Bytes Cache::scratch_bytes(const StepPlan& plan, int n_parts) const {
   return Bytes(most);
 }
 
-Result<std::vector<Status>> Cache::commit(StepPlan& plan, std::span<const Tokens> accepted) {
+Result<std::vector<Status>> Cache::faults(const StepPlan& plan) const {
   if (Status status = impl_->check_step(*plan.impl_); !status.ok()) return status;
   const StepPlan::Impl& step = *plan.impl_;
   std::vector<Status> rejected(step.faults.size());
@@ -471,8 +471,13 @@ Result<std::vector<Status>> Cache::commit(StepPlan& plan, std::span<const Tokens
                          str("[append] NaN or infinity in layer ", fault >> 48, ", KV head ",
                              (fault >> 32) & 0xffff, ", position ", step.arrays.positions[fault & 0xffffffff]));
   }
-  auto statuses = impl_->core->commit(plan.impl_->arrays, accepted, std::move(rejected));
-  return statuses;
+  return rejected;
+}
+
+Result<std::vector<Status>> Cache::commit(StepPlan& plan, std::span<const Tokens> accepted) {
+  auto rejected = faults(plan);
+  if (!rejected.ok()) return rejected.status();
+  return impl_->core->commit(plan.impl_->arrays, accepted, std::move(*rejected));
 }
 
 void Cache::abandon(StepPlan& plan) {
