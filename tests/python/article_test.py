@@ -71,7 +71,7 @@ def test_monitoring_capacity_and_dynamic_growth(monkeypatch, capsys):
     if kv_cache.offset < required_tokens:
         kv_cache._grow_to_capacity(required_tokens)
 
-    assert capsys.readouterr().out == f"Capacity (tokens): 16384\nTokens currently stored: 100\n"
+    assert capsys.readouterr().out == "Capacity (tokens): 16384\nTokens currently stored: 100\n"
     assert kv_cache.capacity >= 20000
     assert kv_cache.paged_stats()["growth_bytes_copied"] == 0
     np.testing.assert_array_equal(kv_cache.keys, oracle.stored(rows(1, 2, 100, 32), "off"))

@@ -992,7 +992,7 @@ def test_saving_over_a_file_leaves_the_old_or_the_new_one(saved, monkeypatch, at
     def fail(*args):
         raise Stop
 
-    write = hf._HashedFile.write
+    write = hf.saved._HashedFile.write
 
     def write_some(self, data):
         data = memoryview(data).cast("B")
@@ -1002,9 +1002,9 @@ def test_saving_over_a_file_leaves_the_old_or_the_new_one(saved, monkeypatch, at
             raise Stop
         self.room -= len(data)
 
-    monkeypatch.setattr(hf._HashedFile, "write", write_some)
+    monkeypatch.setattr(hf.saved._HashedFile, "write", write_some)
     if at in ("fsync", "replace"):
-        monkeypatch.setattr(hf.os, at, fail)
+        monkeypatch.setattr(os, at, fail)
     with pytest.raises(Stop):
         cache.save(path)
     assert path.read_bytes() == old and os.listdir(path.parent) == ["rows.kv"]

@@ -88,10 +88,10 @@ def models():
 @pytest.fixture(autouse=True)
 def nothing_stays_patched():
     yield
-    left = paged._patches
-    while paged._patches:
+    left = paged.attention._patches
+    while paged.attention._patches:
         paged.unpatch_attention()
-    assert left == 0 and paged._replaced is None
+    assert left == 0 and paged.attention._replaced is None
 
 
 def tokens(n, seed=1):
@@ -878,7 +878,7 @@ def test_a_saved_cache_goes_on_with_the_same_bits(models, tmp_path, name, mode):
         assert metadata == {"model": name}
         for a, b in zip(cache, loaded):
             assert a.offset == b.offset == 25 and a.nbytes == b.nbytes and a.sliding_window == b.sliding_window
-            stored, again = paged._stored(a), paged._stored(b)
+            stored, again = paged.saved._stored(a), paged.saved._stored(b)
             assert stored.keys() == again.keys()
             for part, (_, array) in stored.items():
                 assert np.array_equal(array, again[part][1]), part

@@ -1,137 +1,22 @@
-"""pagedkv in transformers: a cache whose keys and values live in blocks, and the attention that reads them packed.
-
-    import pagedkv.hf                                    # registers attn_implementation="pagedkv"
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="pagedkv")
-    cache = pagedkv.hf.PagedCache(model.config, kv_quant="q8")
-    model.generate(**inputs, past_key_values=cache)
-
-The model's attn_implementation, looked at in every step, decides how the blocks are read:
-
-  "pagedkv"          attention over the packed blocks. Nothing is ever made dense.
-  eager, sdpa, ...   every layer is handed dense K and V, decoded from the blocks in every step; counted in
-                     stats()["dense_materializations"]. Any mask that DynamicCache allows is allowed.
-
-Words: a *row* is one entry of the batch, and one sequence of the cache. A *column* is one entry of the model's input
-in every row, padding included; transformers counts in columns. A *position* counts the stored tokens of one row:
-
-    position = column - skipped[row]
-
-With attn_implementation="pagedkv" left padding is skipped, not stored. The stock attentions store it as any token,
-because only their mask, which the cache never sees, tells it from the rest.
-
-Written for transformers 5.24.
-"""
+"""The cache of transformers whose rows live in blocks: one pool for all layers, one sequence for each row of a batch."""
 
 import contextlib
-import hashlib
-import json
-import os
-import struct
-import tempfile
 import warnings
 import weakref
 from dataclasses import dataclass, field
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
-from transformers.masking_utils import AttentionMaskInterface, and_masks, causal_mask_function, sliding_window_overlay
-from transformers.modeling_utils import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 import pagedkv
 
-from ._core import kv_quant_from_env, parse_kv_quant
+from .._core import kv_quant_from_env
+from . import saved
+from .packed import NAME, PackedRows, PaddingMask
+from .shapes import FORMAT_OF_DTYPE, LayerShape, identity_of, mode_of, shapes_of, stores_latents
 
-NAME = "pagedkv"  # of the attention, as in attn_implementation="pagedkv"
-
-_FORMAT_OF_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _OPTIONS = ("block_size", "num_blocks", "dynamic", "kv_memory", "max_context", "longest_chunk", "max_sequences",
             "query_path", "isa")
-# Rows of a prompt that are gathered or scattered at a time when a cache is saved or loaded.
-_ROWS_AT_ONCE = 512
-
-
-# --- what a config says about its layers ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _LayerShape:
-    num_kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    num_q_heads: int
-    window: int  # keys a query sees, itself included; 0: all
-
-
-def _shapes_of(config):
-    """The layers of a decoder that store K and V, and those that read them.
-
-    Returns ({layer: _LayerShape}, {layers that attend}). A layer that reuses another's K and V only attends.
-    Errors: ValueError for an encoder-decoder, and for a layer whose state is not K and V of every token.
-    """
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"[PagedCache] {config.model_type} is an encoder-decoder; only decoders are supported")
-    text = config.get_text_config(decoder=True)
-    kinds, extras = get_layer_types_and_kwargs(text)
-    sharing = getattr(text, "kv_sharing_modes", None) or [None] * len(kinds)
-    stored, attending = {}, set()
-    for layer, (kind, extra, own, mode) in enumerate(zip(kinds, extras, text.per_layer_config, sharing)):
-        if kind == "dummy":
-            if mode == "reuse":
-                attending.add(layer)
-            continue
-        if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
-            raise ValueError(f"[PagedCache] layer {layer} of {text.model_type} is of type {kind}; supported are "
-                             "full_attention, sliding_attention and chunked_attention")
-        heads = own.num_attention_heads
-        if _stores_latents(text):
-            # DeepSeek's latents: one head, the compressed rows as K and the rotated part as V.
-            shape = (1, own.kv_lora_rank, own.qk_rope_head_dim)
-        else:
-            head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
-            shape = (getattr(own, "num_key_value_heads", None) or heads, head_dim, head_dim)
-        stored[layer] = _LayerShape(*shape, num_q_heads=heads, window=extra.get("sliding_window") or 0)
-        attending.add(layer)
-    if not stored:
-        raise ValueError(f"[PagedCache] {text.model_type} has no attention layer")
-    return stored, attending
-
-
-def _mode(kv_quant):
-    """A word, or a PagedKVQuantConfig, as the mode's own name: "q8", "f32", "q8:q4"."""
-    config = pagedkv.PagedKVQuantConfig(kv_quant) if isinstance(kv_quant, str) else kv_quant
-    return parse_kv_quant(config.mode)
-
-
-def _stores_latents(text):
-    return getattr(text, "kv_lora_rank", None) is not None
-
-
-def _identity(config, shapes):
-    """What of a config makes K and V differ, as it is written to a file: names and JSON values."""
-    text = config.get_text_config(decoder=True)
-    names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-             "num_attention_heads", "rope_parameters")
-    identity = {name: getattr(text, name, None) for name in names}
-    identity["layers"] = [[layer, s.num_kv_heads, s.head_dim, s.head_dim_v, s.window] for layer, s in shapes.items()]
-    return json.loads(json.dumps(identity, default=str))
-
-
-def fingerprint(model):
-    """Tells models of the same shape apart: SHA-256, in hex, over every parameter's name, shape and 64 of its values.
-
-    Give it to PagedCache(fingerprint=...) and PagedCache.load(fingerprint=...): a file of another model, or of the
-    same one before it was trained on, is then refused. A config alone does not know the weights.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        flat = tensor.detach().flatten()
-        some = flat[:: max(1, flat.numel() // 64)][:64].to(torch.float32).cpu()
-        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
-        digest.update(some.numpy().tobytes())
-    return digest.hexdigest()
-
-
-# --- one forward of the model --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -171,40 +56,6 @@ class _Step:
             out[row, self.padding[row]:] = x[first:first + n]
             first += n
         return out
-
-
-class PackedRows:
-    """What PagedCache.update hands to attn_implementation="pagedkv" in place of K, and of V: where to find them.
-
-    An attention function does not get the cache; this carries it there. No tensor: whoever computes with it gets a
-    TypeError that says which attention is needed.
-    """
-
-    __slots__ = ("cache", "layer", "key", "value", "shape")
-
-    def __init__(self, cache, layer, key, value, n_columns):
-        self.cache, self.layer = cache, layer
-        self.key, self.value = key, value  # [rows, num_kv_heads, new columns, d]
-        # Of the tensor that it stands for: models look at the length.
-        self.shape = torch.Size((key.shape[0], key.shape[1], n_columns, key.shape[3]))
-
-    @property
-    def dtype(self):
-        return self.key.dtype
-
-    @property
-    def device(self):
-        return self.key.device
-
-    def to(self, *args, **kwargs):
-        return self  # models that share K and V between layers move them along with their layers
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise TypeError(f"[pagedkv] {getattr(func, '__name__', func)} was called on packed keys or values. Only "
-                        f'attn_implementation="{NAME}" reads them: the config that PagedCache was made with asks for '
-                        "it, the layer that computes does not. Make the cache with the model's own config, or set "
-                        "another attn_implementation")
 
 
 class PagedLayer(CacheLayerMixin):
@@ -264,12 +115,9 @@ class _NoLayer(PagedLayer):
     """A layer without K and V of its own: it reuses another's, or has no attention."""
 
     def __init__(self, cache, layer):
-        super().__init__(cache, layer, _LayerShape(0, 0, 0, 0, 0))
+        super().__init__(cache, layer, LayerShape(0, 0, 0, 0, 0))
 
     keys = values = None
-
-
-# --- the cache -----------------------------------------------------------------------------------------------------
 
 
 class PagedCache(Cache):
@@ -300,14 +148,14 @@ class PagedCache(Cache):
         unknown = set(options) - set(_OPTIONS)
         if unknown:
             raise ValueError(f"[PagedCache] unknown options {sorted(unknown)}; there are {', '.join(_OPTIONS)}")
-        self._shapes, self._attending = _shapes_of(config)
+        self._shapes, self._attending = shapes_of(config)
         self._config = config.get_text_config(decoder=True)
-        self._identity = _identity(config, self._shapes)
+        self._identity = identity_of(config, self._shapes)
         if kv_quant is None:
             from_environment = kv_quant_from_env()
             self._kv_quant = None if from_environment == "f16" else from_environment
         else:
-            self._kv_quant = _mode(kv_quant)
+            self._kv_quant = mode_of(kv_quant)
         self._fingerprint = fingerprint
         self._options = options
         self._core = None  # pagedkv.Cache, made when the batch is known
@@ -451,12 +299,12 @@ class PagedCache(Cache):
         shape = self._shapes.get(layer_idx)
         if shape is None:
             raise ValueError(f"[PagedCache] layer {layer_idx} stores no keys; those that do are {list(self._shapes)}")
-        if packed and _stores_latents(self._config):
+        if packed and stores_latents(self._config):
             raise ValueError(f'[pagedkv] {self._config.model_type} stores latents that attn_implementation="{NAME}" '
                              'cannot attend to: set "sdpa" or "eager"')
         if key.device.type != "cpu":
             raise ValueError(f"[PagedCache] keys are on {key.device}; blocks are in CPU memory")
-        if key.dtype not in _FORMAT_OF_DTYPE:
+        if key.dtype not in FORMAT_OF_DTYPE:
             raise TypeError(f"[PagedCache] keys are {key.dtype}; stored are float32, float16 and bfloat16")
         expected = [(shape.num_kv_heads, shape.head_dim), (shape.num_kv_heads, shape.head_dim_v)]
         found = [(x.shape[1], x.shape[3]) for x in (key, value)]
@@ -482,7 +330,7 @@ class PagedCache(Cache):
             self._sized_for = (n_rows, max(512, n_columns))
             options = {"max_sequences": n_rows, "longest_chunk": self._sized_for[1]} | self._options
             if self._kv_quant is None:
-                self._kv_quant = _FORMAT_OF_DTYPE[dtype]
+                self._kv_quant = FORMAT_OF_DTYPE[dtype]
             groups = {}
             for layer, shape in self._shapes.items():
                 groups.setdefault(shape, []).append(layer)
@@ -623,7 +471,7 @@ class PagedCache(Cache):
         first = max(self._columns - window + 1, 0) if window else 0
         places = [row for row, skipped in enumerate(self._skipped) if skipped < self._columns]
         plan = self._core.plan_read([(self._sequences[row], 1) for row in places])
-        dtype = {name: dtype for dtype, name in _FORMAT_OF_DTYPE.items()}.get(self._kv_quant, torch.float32)
+        dtype = {name: dtype for dtype, name in FORMAT_OF_DTYPE.items()}.get(self._kv_quant, torch.float32)
         return self._read_dense(plan, places, layer, first, 0, dtype)
 
     # --- taking back, moving rows ----------------------------------------------------------------------------------
@@ -749,18 +597,7 @@ class PagedCache(Cache):
         it is whole, so that a crash or a full disk leaves the old file. Only the owner may read it: it has the text in
         it, in a way. Errors: ValueError (nothing stored), OSError (the old file is as it was).
         """
-        self._settle()
-        if not self._columns:
-            raise ValueError(f"[save] {path}: the cache is empty")
-        header = {"identity": self._identity, "fingerprint": self._fingerprint, "kv_quant": self._kv_quant,
-                  "columns": self._columns, "skipped": self._skipped}
-        header["payload_bytes"] = sum(n for *_, n in self._pieces(header))
-        with _whole_file(path) as file:
-            _write_header(file, header)
-            for row, layer, first, n_rows, _ in self._pieces(header):
-                if n_rows:
-                    for rows in self._gather(row, layer, first, n_rows):
-                        file.write(rows)
+        saved.save(self, path)
 
     @classmethod
     def load(cls, path, config, kv_quant=None, *, fingerprint="", **options):
@@ -774,275 +611,4 @@ class PagedCache(Cache):
         is no such file, of another version, cut short, damaged, of another model, of another kv_quant, or longer than
         max_context; CapacityError.
         """
-        with open(path, "rb") as file:
-            header, payload = _read_header(file, path)
-            cache = cls(config, header["kv_quant"], fingerprint=fingerprint, **options)
-            cache._refuse_other(path, header, kv_quant)
-            cache._restore(file, payload, header)
-        return cache
-
-    def _pieces(self, header):
-        """The payload, in order: (row, layer, first position, positions, bytes)."""
-        for row, skipped in enumerate(header["skipped"]):
-            length = header["columns"] - skipped
-            for layer, shape in self._shapes.items():
-                first = max(length - shape.window + 1, 0) if shape.window else 0
-                per_token = pagedkv.bytes_per_token(header["kv_quant"], shape.num_kv_heads, shape.head_dim,
-                                                    shape.head_dim_v)
-                yield row, layer, first, length - first, (length - first) * per_token
-
-    def _views(self, layer):
-        """Views of a layer's blocks as tensors [num_blocks, block_size, num_kv_heads, width]: K, V, then scales."""
-        tensors = self._core.tensors(layer)
-        views = (tensors.k, tensors.v, tensors.k_scales, tensors.v_scales)
-        return [torch.from_dlpack(view) for view in views if view is not None]
-
-    def _gather(self, row, layer, first, n):
-        """The stored bytes of n positions from `first` on, part after part."""
-        plan = self._core.plan_read([(self._sequences[row], 1)])
-        table = torch.from_numpy(plan.block_tables(self._group_of[layer])[0]).long()
-        for view in self._views(layer):
-            for start in range(first, first + n, _ROWS_AT_ONCE):
-                positions = torch.arange(start, min(start + _ROWS_AT_ONCE, first + n))
-                rows = view[table[positions // self._core.block_size], positions % self._core.block_size]
-                yield rows.contiguous().view(torch.uint8).numpy().data
-
-    def _refuse_other(self, path, header, kv_quant):
-        for name, own in self._identity.items():
-            if header["identity"].get(name) != own:
-                raise ValueError(f"[load] {path}: {name} is {header['identity'].get(name)} in the file, {own} in the "
-                                 "config")
-        if header["fingerprint"] != self._fingerprint:
-            raise ValueError(f"[load] {path}: the fingerprint is {header['fingerprint']!r} in the file, "
-                             f"{self._fingerprint!r} was given: another model's weights")
-        if kv_quant is not None and _mode(kv_quant) != header["kv_quant"]:
-            raise ValueError(f"[load] {path}: kv_quant is {header['kv_quant']} in the file, {_mode(kv_quant)} was "
-                             "asked for; stored rows are not converted")
-        longest = header["columns"] - min(header["skipped"])
-        if 0 < self._options.get("max_context", 0) < longest:
-            raise ValueError(f"[load] {path}: {longest} tokens in the file, max_context is "
-                             f"{self._options['max_context']}")
-        expected = sum(n for *_, n in self._pieces(header))
-        if expected != header["payload_bytes"]:
-            raise ValueError(f"[load] {path}: {header['payload_bytes']} bytes of rows, its lengths need {expected}")
-
-    def _restore(self, file, payload, header):
-        self._open(len(header["skipped"]), 0, None)
-        starts = {}
-        for row, layer, first, n, n_bytes in self._pieces(header):
-            starts[row, layer] = (first, n, payload)
-            payload += n_bytes
-        for row, (sequence, skipped) in enumerate(zip(self._sequences, header["skipped"])):
-            length = header["columns"] - skipped
-            for position in range(0, length, _ROWS_AT_ONCE):
-                n = min(_ROWS_AT_ONCE, length - position)
-                # Positions that a window has left behind are never read: their slots stay as they are.
-                with self._core.reserve([(sequence, n)]) as plan:
-                    for layer in self._shapes:
-                        self._scatter(file, plan, layer, position, n, *starts[row, layer])
-        self._columns, self._skipped = header["columns"], list(header["skipped"])
-
-    def _scatter(self, file, plan, layer, position, n, first, n_saved, start):
-        """Fills a step's slots from the file: positions [position, position + n) of those saved from `first` on."""
-        begin, end = max(position, first), position + n
-        if begin >= end:
-            return
-        slots = torch.from_numpy(plan.slot_mapping(self._group_of[layer]))[begin - position:]
-        for view in self._views(layer):
-            row_bytes = view.shape[2] * view.shape[3] * view.element_size()
-            file.seek(start + (begin - first) * row_bytes)
-            rows = torch.frombuffer(bytearray(file.read((end - begin) * row_bytes)), dtype=torch.uint8)
-            rows = rows.view(view.dtype).view(end - begin, view.shape[2], view.shape[3])
-            view[slots // self._core.block_size, slots % self._core.block_size] = rows
-            start += n_saved * row_bytes
-
-
-# --- the file: magic, version, size of the header, header (JSON), rows, SHA-256 of all before -----------------------
-
-_MAGIC = b"PAGEDKVH"
-_VERSION = 1
-_PREFIX = struct.Struct("<8sIQ")
-_MOST_HEADER_BYTES = 1 << 20
-
-
-class _HashedFile:
-    def __init__(self, file):
-        self._file, self._digest = file, hashlib.sha256()
-
-    def write(self, data):
-        self._digest.update(data)
-        self._file.write(data)
-
-    def digest(self):
-        return self._digest.digest()
-
-
-@contextlib.contextmanager
-def _whole_file(path):
-    """A file to write that takes the place of `path` at the end, hash appended; on an error nothing has happened."""
-    path = os.path.abspath(os.fspath(path))
-    folder, name = os.path.split(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            hashed = _HashedFile(file)
-            yield hashed
-            file.write(hashed.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    # The name itself is on the disk only once its folder is.
-    folder_handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(folder_handle)
-    finally:
-        os.close(folder_handle)
-
-
-def _write_header(file, header):
-    text = json.dumps(header).encode()
-    if len(text) > _MOST_HEADER_BYTES:
-        raise ValueError(f"[save] the header has {len(text)} bytes, at most {_MOST_HEADER_BYTES} are allowed")
-    file.write(_PREFIX.pack(_MAGIC, _VERSION, len(text)))
-    file.write(text)
-
-
-def _read_header(file, path):
-    """Checks the whole file, then returns its header and where its rows begin. Reads at most 1 MiB at a time."""
-    size = os.fstat(file.fileno()).st_size
-    prefix = file.read(_PREFIX.size)
-    if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
-        raise ValueError(f"[load] {path}: not a saved PagedCache (it begins with {prefix[:8]!r}, expected {_MAGIC!r})")
-    _, version, header_bytes = _PREFIX.unpack(prefix)
-    if version != _VERSION:
-        raise ValueError(f"[load] {path}: format version {version}, this build reads {_VERSION}")
-    if header_bytes > min(size, _MOST_HEADER_BYTES):
-        raise ValueError(f"[load] {path}: cut short or damaged: the header should have {header_bytes} bytes, the file "
-                         f"has {size}")
-    try:
-        header = json.loads(file.read(header_bytes))
-        _check_header(header)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"[load] {path}: damaged header: {error}") from error
-    payload = _PREFIX.size + header_bytes
-    expected = payload + header["payload_bytes"] + hashlib.sha256().digest_size
-    if size != expected:
-        raise ValueError(f"[load] {path}: cut short or damaged: {size} bytes, its header says {expected}")
-    digest, left = hashlib.sha256(), expected - hashlib.sha256().digest_size
-    file.seek(0)
-    while left:
-        piece = file.read(min(left, 1 << 20))
-        if not piece:
-            raise ValueError(f"[load] {path}: cut short while it was read")
-        digest.update(piece)
-        left -= len(piece)
-    found = file.read()
-    if found != digest.digest():
-        raise ValueError(f"[load] {path}: damaged: SHA-256 is {digest.hexdigest()}, the file says {found.hex()}")
-    return header, payload
-
-
-def _check_header(header):
-    """Types and ranges only; whether they fit a model is for the cache to say."""
-    def whole(value, least, name):
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name} is {value!r}, expected a whole number from {least} on")
-
-    if not isinstance(header["identity"], dict) or not isinstance(header["fingerprint"], str):
-        raise ValueError("identity or fingerprint is missing")
-    whole(header["columns"], 1, "columns")
-    whole(header["payload_bytes"], 0, "payload_bytes")
-    if not isinstance(header["skipped"], list) or not header["skipped"]:
-        raise ValueError("it has no rows")
-    for skipped in header["skipped"]:
-        whole(skipped, 0, "skipped")
-        if skipped > header["columns"]:
-            raise ValueError(f"skipped is {skipped} of {header['columns']} columns")
-    if parse_kv_quant(header["kv_quant"]) != header["kv_quant"]:
-        raise ValueError(f"kv_quant is {header['kv_quant']!r}")
-
-
-# --- the attention and its mask ------------------------------------------------------------------------------------
-
-# Arguments of attention that change the result and that pagedkv does not have.
-_FOREIGN = ("position_bias", "head_mask", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens",
-            "sinks", "relative_bias", "alibi")
-
-
-def attention(module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, softcap=None,
-              sliding_window=None, s_aux=None, is_causal=None, **kwargs):
-    """attn_implementation="pagedkv": stores the layer's new K and V, then attends over the packed blocks.
-
-      query           [rows, num_q_heads, new columns, head_dim]
-      key, value      the PackedRows that PagedCache.update returned
-      attention_mask  None, or what padding_mask returned
-      s_aux           [num_q_heads] sink logits
-
-    Returns ([rows, new columns, num_q_heads, head_dim_v], None); rows of padding are 0.
-    Errors: what is not causal attention over left-padded rows is refused with a ValueError that names it.
-    """
-    if not isinstance(key, PackedRows) or value is not key:
-        raise ValueError(f'[pagedkv] attn_implementation="{NAME}" was called with {type(key).__name__}, not with what '
-                         "pagedkv.hf.PagedCache.update returns. Pass past_key_values=PagedCache(model.config); for "
-                         f'parts without a cache (a vision tower) set attn_implementation={{"text_config": "{NAME}"}}')
-    if dropout:
-        raise ValueError(f"[pagedkv] dropout is {dropout}: pagedkv has none; call model.eval()")
-    if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
-        raise ValueError("[pagedkv] the layer attends in both directions; pagedkv is causal")
-    if kwargs.get("output_attentions"):
-        raise ValueError('[pagedkv] output_attentions: the weights are never formed; use attn_implementation="eager"')
-    for name in _FOREIGN:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"[pagedkv] attention with {name} is not supported")
-    if torch.is_grad_enabled() and query.requires_grad:
-        raise RuntimeError("[pagedkv] queries require gradients, and pagedkv has no backward: call the model under "
-                           "torch.no_grad() or torch.inference_mode()")
-    if s_aux is not None:
-        s_aux = s_aux.detach()
-    layer_idx = getattr(module, "layer_idx", key.layer)
-    return key.cache._attend(key, layer_idx, query, attention_mask, scaling, softcap, sliding_window, s_aux), None
-
-
-_AND_CODE = and_masks().__code__
-_WINDOW_CODE = sliding_window_overlay(1).__code__
-
-
-def _is_causal(mask_function):
-    """Whether it is transformers' causal mask, with a sliding window or without, and nothing else."""
-    if mask_function is causal_mask_function:
-        return True
-    if getattr(mask_function, "__code__", None) is not _AND_CODE:
-        return False
-    parts = mask_function.__closure__[0].cell_contents
-    return (len(parts) == 2 and getattr(parts[0], "__code__", None) is _WINDOW_CODE and
-            parts[1] is causal_mask_function)
-
-
-class PaddingMask(torch.Tensor):
-    """bool [rows, 1, 1, columns]: True for a token, False for padding. In four dimensions, for models that cut queries
-    off a mask; a type of its own, for a caller's own mask must not pass for it."""
-
-
-def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
-                 attention_mask=None, allow_is_causal_skip=True, **kwargs):
-    """The mask of attn_implementation="pagedkv": the PaddingMask of all columns, or None without padding.
-
-    Causality and windows are the attention's own; ValueError for any other pattern.
-    """
-    if not allow_is_causal_skip or not _is_causal(mask_function):
-        raise ValueError(f'[pagedkv] the model asks for a mask that is not plainly causal (bidirectional, chunked, '
-                         f'packed or with an overlay): attn_implementation="{NAME}" has none; use "sdpa" or "eager"')
-    if attention_mask is None:
-        return None
-    if attention_mask.shape[-1] != kv_offset + kv_length:
-        raise ValueError(f"[pagedkv] the attention mask has {attention_mask.shape[-1]} columns, expected "
-                         f"{kv_offset + kv_length - q_length} in the cache and {q_length} new ones")
-    return None if attention_mask.all() else attention_mask[:, None, None].as_subclass(PaddingMask)
-
-
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, padding_mask)
+        return saved.load(cls, path, config, kv_quant, fingerprint, options)
