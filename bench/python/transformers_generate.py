@@ -45,7 +45,7 @@ class Contender:
 
     def round(self, n_tokens):
         began = time.perf_counter()
-        self.ids = self.model.generate(self.ids, past_key_values=self.cache, max_new_tokens=n_tokens, do_sample=False,
+        self.ids = self.model.generate(self.ids, cache=self.cache, max_new_tokens=n_tokens, do_sample=False,
                                        attention_mask=torch.ones_like(self.ids), pad_token_id=0)
         self.rates.append(n_tokens / (time.perf_counter() - began))
 

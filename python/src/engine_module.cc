@@ -219,6 +219,17 @@ nb::dict stats(const Model& model) {
   return out;
 }
 
+// The value of a Result that is computed without the GIL.
+template <class F>
+auto without_gil(const F& f) {
+  decltype(f()) result = Status(Code::kInternal, "not run");
+  {
+    const nb::gil_scoped_release release;
+    result = f();
+  }
+  return check(std::move(result));
+}
+
 std::vector<engine::ChatMessage> messages_of(nb::handle messages) {
   std::vector<engine::ChatMessage> out;
   for (const nb::handle item : nb::borrow(messages)) {
@@ -255,7 +266,7 @@ NB_MODULE(_engine, m) {
       .def(
           "tokenize",
           [](const Model& model, const std::string& text, bool add_special, bool parse_special) {
-            return check(model.engine->text().tokenize(text, add_special, parse_special));
+            return without_gil([&] { return model.engine->text().tokenize(text, add_special, parse_special); });
           },
           nb::arg("text"), nb::arg("add_special"), nb::arg("parse_special"))
       .def(
@@ -275,7 +286,8 @@ NB_MODULE(_engine, m) {
       .def(
           "tokenize_chat",
           [](const Model& model, nb::handle messages) {
-            return check(model.engine->text().tokenize_chat(messages_of(messages)));
+            const std::vector<engine::ChatMessage> read = messages_of(messages);
+            return without_gil([&] { return model.engine->text().tokenize_chat(read); });
           },
           nb::arg("messages"))
       .def("default_system", [](const Model& model) { return model.engine->text().default_system(); })

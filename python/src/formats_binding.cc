@@ -100,7 +100,12 @@ nb::object dequantize(nb::handle codes, nb::handle scales, int64_t head_dim, con
     });
     const auto* bytes = static_cast<const std::byte*>(in.data());
     rows.codes.assign(bytes, bytes + in.size());
-    const std::vector<float> values = check(dequantize_symmetric(rows, head_dim, format));
+    Result<std::vector<float>> decoded = Status(Code::kInternal, "not run");
+    {
+      const nb::gil_scoped_release release;
+      decoded = dequantize_symmetric(rows, head_dim, format);
+    }
+    const std::vector<float> values = check(std::move(decoded));
     auto out = std::unique_ptr<float[]>(new float[values.size() + 1]);
     std::memcpy(out.get(), values.data(), values.size() * sizeof(float));
     shape.push_back(head_dim);

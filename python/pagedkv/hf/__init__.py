@@ -3,7 +3,7 @@
     import pagedkv.hf                                    # registers attn_implementation="pagedkv"
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="pagedkv")
     cache = pagedkv.hf.PagedCache(model.config, kv_quant="q8")
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)
 
 The model's attn_implementation, looked at in every step, decides how the blocks are read:
 
