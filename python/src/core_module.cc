@@ -1,6 +1,7 @@
 // The extension module `pagedkv._core`: the library, without the engine.
 
 #include "bindings.h"
+#include "cache.h"
 #include "errors.h"
 
 NB_MODULE(_core, m) {
@@ -8,5 +9,6 @@ NB_MODULE(_core, m) {
   pagedkv::python::take_notices();
   pagedkv::python::bind_formats(m);
   pagedkv::python::bind_cache(m);
+  pagedkv::python::bind_plans(m);
   pagedkv::python::bind_block_arrays(m);
 }

@@ -90,6 +90,29 @@ def test_threads_that_change_one_sequence_get_turns_or_an_error():
     assert outcomes.count("done") > 100
 
 
+def test_one_plan_in_many_hands_ends_once():
+    cache = pagedkv.Cache(num_kv_heads=1, head_dim=8, kv_quant="f32", num_blocks=64, prefix_sharing=False)
+    sequence = cache.start().sequence
+    for round in range(60):
+        plan, ended = cache.reserve([(sequence, 4)]), []
+
+        def body(i):
+            try:
+                for _ in range(5):
+                    pagedkv.append(plan, 0, rows(4, 1, 8), rows(4, 1, 8))
+                    pagedkv.attend(plan, 0, rows(4, 1, 8))
+                    plan.seq_lens, plan.block_tables(), plan.slot_mapping(), plan.n_tokens, plan.open
+                    cache.read_dense(plan, 0, 0)
+                plan.commit()
+                ended.append(i)
+            except pagedkv.StaleError:
+                pass
+
+        run(4, body)
+        assert len(ended) == 1 and cache.length(sequence) == 4 * (round + 1)
+    cache.verify()
+
+
 def test_the_articles_object_counts_every_write_of_every_thread():
     cache = pagedkv.PagedKVCache(kv_quant_config="f32", dynamic=True)
 

@@ -1,0 +1,112 @@
+// A cache, its sequences and its plans as Python holds them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "errors.h"
+#include "pagedkv/cache.h"
+
+namespace pagedkv::python {
+
+// A cache and what Python needs beside it. Everything below `mutex` is touched with it held, and it is only ever
+// taken without the GIL: threads take turns, and none waits for the other with a lock in hand.
+struct PyCache {
+  std::mutex mutex;
+  std::unique_ptr<Cache> cache;
+  Scratch scratch;
+  std::vector<uint64_t> changes;  // by sequence index: how often what a read plan may see has changed
+  // Set at creation.
+  std::vector<int> group_of_layer;  // -1: no such layer
+  // With the GIL.
+  ArrayCounters arrays;
+
+  const GroupSpec& group(int layer) const {
+    if (layer < 0 || size_t(layer) >= group_of_layer.size() || group_of_layer[size_t(layer)] < 0)
+      raise(invalid_argument("layer " + std::to_string(layer) + " is in no group of this cache"));
+    return cache->options().groups[size_t(group_of_layer[size_t(layer)])];
+  }
+  void changed(uint32_t index) {
+    if (changes.size() <= index) changes.resize(size_t(index) + 1);
+    ++changes[index];
+  }
+  uint64_t change_of(uint32_t index) const { return index < changes.size() ? changes[index] : 0; }
+};
+using CachePtr = std::shared_ptr<PyCache>;
+
+template <class F>
+auto locked(PyCache& cache, const F& f) {
+  const nb::gil_scoped_release release;
+  const std::scoped_lock lock(cache.mutex);
+  return f();
+}
+
+struct PySequence {
+  const PyCache* owner = nullptr;
+  SequenceId id;
+  bool operator==(const PySequence&) const = default;
+};
+
+inline SequenceId id_of(const PyCache& cache, const PySequence& sequence) {
+  if (sequence.owner != &cache) raise(invalid_argument("the sequence is of another cache"));
+  return sequence.id;
+}
+
+// A plan of Cache::reserve or plan_read. The sizes are fixed; what is behind `plan` is touched with the cache's
+// lock held.
+struct PyPlan {
+  CachePtr cache;
+  std::optional<StepPlan> plan;  // none: the step has ended
+  bool reads_only = false;
+  int64_t num_q_heads = 0;  // of a read plan made for others than the group's; 0: the group's
+  int64_t n_sequences, n_tokens;
+  // Sequences by index; for a read plan with their changes when it was made.
+  std::vector<std::pair<uint32_t, uint64_t>> sequences;
+
+  PyPlan(CachePtr owner, StepPlan made, bool reads)
+      : cache(std::move(owner)),
+        plan(std::move(made)),
+        reads_only(reads),
+        n_sequences(plan->n_sequences()),
+        n_tokens(plan->n_tokens()) {}
+  PyPlan(PyPlan&&) = default;
+  ~PyPlan() {
+    if (cache != nullptr && !reads_only)
+      locked(*cache, [&] {
+        if (!plan) return;
+        cache->cache->abandon(*plan);
+        cache->cache->recycle(std::move(*plan));
+      });
+  }
+
+  // Requires: the lock. kStale when the step has ended, or what a read plan saw has changed.
+  Status usable() const {
+    if (!plan) return Status(Code::kStale, "the plan's step has ended");
+    if (!reads_only) return Status();
+    for (const auto& [index, change] : sequences)
+      if (cache->change_of(index) != change)
+        return Status(Code::kStale, "a sequence of the plan has changed since it was made: make a new one");
+    return Status();
+  }
+  // Requires: the lock, and a step that has not ended.
+  void end() {
+    for (const auto& [index, change] : sequences) cache->changed(index);
+    cache->cache->recycle(std::move(*plan));
+    plan.reset();
+  }
+};
+
+// The parts of cache_binding.cc that make and read plans. Errors: as their Python names document.
+PyPlan reserve(const CachePtr& cache, nb::handle requests);
+PyPlan plan_read(const CachePtr& cache, nb::handle requests, int64_t num_q_heads);
+nb::tuple read_dense(PyCache& cache, PyPlan& plan, int64_t place, int layer, int64_t first, nb::handle out_k,
+                     nb::handle out_v);
+void bind_plans(nb::module_& module);
+
+}  // namespace pagedkv::python

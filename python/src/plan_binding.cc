@@ -1,0 +1,380 @@
+// StepPlan, and what is done over one: append, attend, dense reads.
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <span>
+
+#include "cache.h"
+#include "workers.h"
+
+namespace pagedkv::python {
+namespace {
+
+struct PairIn {
+  PySequence sequence;
+  nb::object value;
+};
+std::vector<PairIn> pairs_of(nb::handle requests, const char* what) {
+  std::vector<PairIn> out;
+  if (!nb::isinstance<nb::sequence>(requests))
+    raise_type_error(std::string("requests are a list of (sequence, ") + what + ") pairs");
+  for (const nb::handle item : nb::borrow(requests)) {
+    if (!nb::isinstance<nb::tuple>(item) || nb::len(item) != 2 || !nb::isinstance<PySequence>(item[0]))
+      raise_type_error(std::string("a request is a pair (sequence, ") + what + ")");
+    out.push_back({nb::cast<PySequence>(item[0]), nb::object(item[1])});
+  }
+  return out;
+}
+
+void commit(PyPlan& plan, nb::handle accepted, bool all_or_none) {
+  if (plan.reads_only) raise(invalid_argument("the plan only reads: there is nothing to commit"));
+  std::vector<Tokens> counts;
+  if (!accepted.is_none()) {
+    const IntsIn<int64_t> given(accepted, "accepted", {kAny});
+    for (int64_t i = 0; i < given.size(); ++i) counts.emplace_back(given.data()[i]);
+    if (counts.empty() && plan.n_sequences > 0) raise(invalid_argument("accepted is empty"));
+  }
+  Result<std::vector<Status>> statuses = locked(*plan.cache, [&]() -> Result<std::vector<Status>> {
+    if (Status status = plan.usable(); !status.ok()) return status;
+    if (all_or_none) {
+      auto faults = plan.cache->cache->faults(*plan.plan);
+      if (!faults.ok()) return faults;
+      for (const Status& status : *faults)
+        if (!status.ok()) {
+          plan.cache->cache->abandon(*plan.plan);
+          plan.end();
+          return status;
+        }
+    }
+    auto ended = plan.cache->cache->commit(*plan.plan, counts);
+    if (ended.ok()) plan.end();
+    return ended;
+  });
+  for (const Status& status : check(std::move(statuses))) check(status);
+}
+
+void abandon(PyPlan& plan) {
+  if (plan.reads_only) return;
+  locked(*plan.cache, [&] {
+    if (!plan.plan) return;
+    plan.cache->cache->abandon(*plan.plan);
+    plan.end();
+  });
+}
+
+// One of a plan's arrays as numpy's, copied: the plan's own are filled again by the next step. No shape: as long as
+// it is.
+template <class Int, class F>
+nb::object ints(PyPlan& plan, std::vector<int64_t> shape, const F& array_of) {
+  std::vector<std::byte> bytes;
+  check(locked(*plan.cache, [&]() -> Status {
+    if (!plan.plan) return plan.usable();
+    const std::span<const Int> values = array_of(*plan.plan);
+    bytes.resize(values.size_bytes());
+    if (!bytes.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
+    if (shape.empty()) shape = {int64_t(values.size())};
+    return Status();
+  }));
+  return byte_array(Framework::kNumpy, std::move(bytes), shape,
+                    {uint8_t(nb::dlpack::dtype_code::Int), uint8_t(8 * sizeof(Int)), 1});
+}
+
+nb::object block_tables(PyPlan& plan, int group) {
+  const auto n_groups = plan.cache->cache->options().groups.size();
+  if (group < 0 || size_t(group) >= n_groups)
+    raise(invalid_argument("group " + std::to_string(group) + " is not one of this cache's"));
+  int64_t width = 0;
+  check(locked(*plan.cache, [&]() -> Status {
+    if (!plan.plan) return plan.usable();
+    width = plan.plan->group(group).max_blocks;
+    return Status();
+  }));
+  return ints<int32_t>(plan, {plan.n_sequences, width},
+                       [&](const StepPlan& step) { return step.group(group).block_tables; });
+}
+
+nb::object slot_mapping(PyPlan& plan, int group) {
+  const auto n_groups = plan.cache->cache->options().groups.size();
+  if (group < 0 || size_t(group) >= n_groups)
+    raise(invalid_argument("group " + std::to_string(group) + " is not one of this cache's"));
+  return ints<int64_t>(plan, {}, [&](const StepPlan& step) { return step.group(group).slot_mapping; });
+}
+
+// --- append and attend ---------------------------------------------------------------------------------------
+
+void append(PyPlan& plan, int layer, nb::handle k, nb::handle v) {
+  PyCache& cache = *plan.cache;
+  const LayerShape& shape = cache.group(layer).shape;
+  const int64_t n = plan.n_tokens;
+  const RowsIn keys(k, "k", n, shape.num_kv_heads, shape.head_dim_k, cache.arrays);
+  const RowsIn values(v, "v", n, shape.num_kv_heads, shape.head_dim_v, cache.arrays);
+  const int64_t work = n * shape.num_kv_heads * (shape.head_dim_k + shape.head_dim_v) * 8;
+  check(locked(cache, [&]() -> Status {
+    if (Status status = plan.usable(); !status.ok() || n == 0) return status;
+    const int parts = parts_for(work);
+    std::atomic<bool> failed = false;
+    Status first;
+    run_parts(parts, [&](int part) {
+      if (Status status = cache.cache->append(*plan.plan, layer, keys.rows(), values.rows(), {part, parts});
+          !status.ok() && !failed.exchange(true))
+        first = status;
+    });
+    return first;
+  }));
+}
+
+nb::object attend(PyPlan& plan, int layer, nb::handle q, nb::handle out, nb::handle scale, double softcap,
+                  nb::handle sliding_window, nb::handle sinks, bool return_lse) {
+  PyCache& cache = *plan.cache;
+  const GroupSpec& group = cache.group(layer);
+  const int64_t n = plan.n_tokens;
+  const int64_t heads = plan.num_q_heads != 0 ? plan.num_q_heads : group.num_q_heads;
+  const QueriesIn queries(q, n, heads, group.shape.head_dim_k, cache.arrays);
+  FloatsOut result(queries.shape(), group.shape.head_dim_v, queries.array(), out, "out", cache.arrays);
+  std::optional<FloatsIn> sink_logits;
+  if (!sinks.is_none()) sink_logits.emplace(sinks, "sinks", Extents{heads}, cache.arrays);
+  const float factor = scale_of(scale);
+  const int64_t window = window_of(sliding_window);
+  auto lse = std::unique_ptr<float[]>(return_lse ? new float[size_t(n * heads + 1)] : nullptr);
+  check(locked(cache, [&]() -> Status {
+    if (Status status = plan.usable(); !status.ok() || n == 0) return status;
+    const StepPlan& step = *plan.plan;
+    AttendArgs args{.plan = step,
+                    .layer = layer,
+                    .q = queries.data(),
+                    .q_token_stride = queries.token_stride(),
+                    .out = result.data(),
+                    .lse = lse.get(),
+                    .scale = factor,
+                    .softcap = float(softcap),
+                    .sliding_window = window,
+                    .sinks = sink_logits ? sink_logits->data() : nullptr};
+    int64_t products = 0;
+    const auto lengths = step.seq_lens(), starts = step.query_start_loc();
+    for (size_t s = 0; s < lengths.size(); ++s) products += int64_t(starts[s + 1] - starts[s]) * lengths[s];
+    const int parts = parts_for(products * heads * (group.shape.head_dim_k + group.shape.head_dim_v));
+    args.scratch = cache.scratch.get(cache.cache->scratch_bytes(step, parts).n);
+    std::atomic<bool> failed = false;
+    Status first;
+    run_parts(parts, [&](int part) {
+      if (Status status = cache.cache->attend(args, {part, parts}); !status.ok() && !failed.exchange(true))
+        first = status;
+    });
+    if (!first.ok()) return first;
+    return cache.cache->merge(args);
+  }));
+  nb::object made = result.finish();
+  if (!return_lse) return made;
+  return nb::make_tuple(made, float_array(queries.array().framework(), std::move(lse), {n, heads}));
+}
+
+}  // namespace
+
+PyPlan reserve(const CachePtr& self, nb::handle requests) {
+  const std::vector<PairIn> pairs = pairs_of(requests, "n_tokens or token ids");
+  std::vector<std::unique_ptr<IntsIn<int32_t>>> ids;
+  std::vector<StepRequest> asked;
+  for (const PairIn& pair : pairs) {
+    StepRequest request{.sequence = id_of(*self, pair.sequence), .tokens = {}};
+    int64_t n_tokens = 0;
+    if (nb::isinstance<nb::int_>(pair.value)) {
+      if (!nb::try_cast(pair.value, n_tokens) || n_tokens < 1)
+        raise(invalid_argument("a request has " + nb::cast<std::string>(nb::str(pair.value)) +
+                               " tokens, at least 1 is needed"));
+      request.n_tokens = Tokens(n_tokens);
+    } else {
+      ids.push_back(std::make_unique<IntsIn<int32_t>>(pair.value, "token ids", Extents{kAny}));
+      if (ids.back()->size() == 0) raise(invalid_argument("a request has 0 tokens, at least 1 is needed"));
+      request.tokens = {ids.back()->data(), size_t(ids.back()->size())};
+    }
+    asked.push_back(request);
+  }
+  PyPlan plan(self, check(locked(*self, [&] { return self->cache->reserve(asked); })), false);
+  for (const StepRequest& request : asked) plan.sequences.emplace_back(request.sequence.index, 0);
+  return plan;
+}
+
+PyPlan plan_read(const CachePtr& self, nb::handle requests, int64_t num_q_heads) {
+  std::vector<ReadRequest> asked;
+  for (const PairIn& pair : pairs_of(requests, "n_queries")) {
+    int64_t n_queries = 0;
+    if (!nb::try_cast(pair.value, n_queries)) raise_type_error("n_queries is an integer");
+    asked.push_back({id_of(*self, pair.sequence), Tokens(n_queries)});
+  }
+  std::vector<std::pair<uint32_t, uint64_t>> seen;
+  PyPlan plan(self,
+              check(locked(*self,
+                           [&] {
+                             for (const ReadRequest& request : asked)
+                               seen.emplace_back(request.sequence.index, self->change_of(request.sequence.index));
+                             return self->cache->plan_read(asked, num_q_heads);
+                           })),
+              true);
+  plan.sequences = std::move(seen);
+  plan.num_q_heads = num_q_heads;
+  return plan;
+}
+
+nb::tuple read_dense(PyCache& cache, PyPlan& plan, int64_t place, int layer, int64_t first, nb::handle out_k,
+                     nb::handle out_v) {
+  const LayerShape& shape = cache.group(layer).shape;
+  if (plan.cache.get() != &cache) raise(invalid_argument("the plan is of another cache"));
+  if (place < 0 || place >= plan.n_sequences)
+    raise(invalid_argument("place is " + std::to_string(place) + ", the plan has " +
+                           std::to_string(plan.n_sequences) + " sequences"));
+  const int64_t length = check(locked(cache, [&]() -> Result<int64_t> {
+    if (Status status = plan.usable(); !status.ok()) return status;
+    return int64_t(plan.plan->seq_lens()[size_t(place)]);
+  }));
+  const int64_t n = length - first;
+  if (first < 0 || n < 0)
+    raise(invalid_argument("first is " + std::to_string(first) + ", the sequence has " + std::to_string(length) +
+                           " tokens"));
+  struct Target {
+    std::unique_ptr<float[]> owned;
+    nb::ndarray<> given;  // of no type: a typed one would be converted, and the copy filled
+    Cache::DenseRows rows;
+  };
+  const auto target = [&](nb::handle out, const char* name, int64_t head_dim) {
+    Target t;
+    if (out.is_none()) {
+      t.owned.reset(new float[size_t(shape.num_kv_heads * n * head_dim + 1)]);
+      t.rows = {.data = t.owned.get(), .token_stride = head_dim, .head_stride = n * head_dim};
+      return t;
+    }
+    const InArray seen(out, name, {shape.num_kv_heads, n, head_dim});
+    if (!nb::try_cast(nb::borrow(out), t.given) || !t.given.is_valid() || t.given.dtype() != nb::dtype<float>() ||
+        (head_dim > 1 && t.given.stride(2) != 1))
+      raise_type_error(std::string(name) + " must be a writable float32 array, its last dimension contiguous");
+    t.rows = {.data = static_cast<float*>(t.given.data()),
+              .token_stride = t.given.stride(1),
+              .head_stride = t.given.stride(0)};
+    return t;
+  };
+  Target k = target(out_k, "out_k", shape.head_dim_k), v = target(out_v, "out_v", shape.head_dim_v);
+  check(locked(cache, [&]() -> Status {
+    if (Status status = plan.usable(); !status.ok()) return status;
+    return cache.cache->read_dense(*plan.plan, place, layer, Tokens(first), k.rows, v.rows);
+  }));
+  const auto finish = [&](Target& t, nb::handle out, int64_t head_dim) -> nb::object {
+    if (!out.is_none()) return nb::borrow(out);
+    return float_array(Framework::kNumpy, std::move(t.owned), {shape.num_kv_heads, n, head_dim});
+  };
+  return nb::make_tuple(finish(k, out_k, shape.head_dim_k), finish(v, out_v, shape.head_dim_v));
+}
+
+int parts_for(int64_t products) {
+  constexpr int64_t kWorthAThread = 1 << 20;  // about 30 us, twice what waking one costs
+  const int64_t most = std::max<int64_t>(1, products / kWorthAThread);
+  return int(std::min<int64_t>(most, num_threads()));
+}
+
+float scale_of(nb::handle scale) {
+  if (scale.is_none()) return 0;
+  const double value = nb::cast<double>(scale);
+  if (!(value > 0) || !std::isfinite(float(value)) || float(value) == 0)
+    raise(
+        invalid_argument("scale is " + nb::cast<std::string>(nb::str(scale)) + ", it must be finite and above 0"));
+  return float(value);
+}
+
+int64_t window_of(nb::handle sliding_window) {
+  if (sliding_window.is_none()) return 0;
+  const int64_t value = nb::cast<int64_t>(sliding_window);
+  if (value == -1) return 0;
+  if (value < 1)
+    raise(invalid_argument("sliding_window is " + std::to_string(value) +
+                           ", allowed are 1 and more, -1 or None for none"));
+  return value;
+}
+
+void bind_plans(nb::module_& m) {
+  nb::class_<PyPlan>(
+      m, "StepPlan",
+      "The read-only description of one step. As a context manager it commits at the end, and abandons "
+      "when an exception leaves the block.")
+      .def("commit", &commit, nb::arg("accepted") = nb::none(), nb::kw_only(), nb::arg("all_or_none") = false,
+           "Ends the step: each sequence grows by its accepted tokens (default: all).\n\n"
+           "Errors: NotFiniteError, StaleError for the first sequence that was rejected; the others are committed, "
+           "unless\n"
+           "all_or_none: then NaN or infinity in one abandons the step for all.")
+      .def("abandon", &abandon, "Ends the step without accepting anything.")
+      .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+      .def(
+          "__exit__",
+          [](PyPlan& plan, nb::handle type, nb::handle, nb::handle) {
+            if (plan.reads_only || !locked(*plan.cache, [&] { return plan.plan.has_value(); })) return;
+            if (type.is_none())
+              commit(plan, nb::none(), false);
+            else
+              abandon(plan);
+          },
+          nb::arg("type").none(), nb::arg("value").none(), nb::arg("traceback").none())
+      .def_ro("n_sequences", &PyPlan::n_sequences)
+      .def_ro("n_tokens", &PyPlan::n_tokens)
+      .def_prop_ro(
+          "open", [](PyPlan& p) { return locked(*p.cache, [&] { return p.plan.has_value(); }); },
+          "False once committed or abandoned.")
+      .def_prop_ro(
+          "seq_lens",
+          [](PyPlan& p) {
+            return ints<int32_t>(p, {p.n_sequences}, [](const StepPlan& s) { return s.seq_lens(); });
+          },
+          "int32 [n_sequences], lengths after the new tokens.")
+      .def_prop_ro(
+          "query_start_loc",
+          [](PyPlan& p) {
+            return ints<int32_t>(p, {p.n_sequences + 1}, [](const StepPlan& s) { return s.query_start_loc(); });
+          },
+          "int32 [n_sequences + 1]: which tokens are whose.")
+      .def_prop_ro(
+          "positions",
+          [](PyPlan& p) { return ints<int32_t>(p, {p.n_tokens}, [](const StepPlan& s) { return s.positions(); }); },
+          "int32 [n_tokens], the position of each token in its sequence.")
+      .def("block_tables", &block_tables, nb::arg("group") = 0,
+           "int32 [n_sequences, max_blocks], -1 where nothing is held.")
+      .def("slot_mapping", &slot_mapping, nb::arg("group") = 0,
+           "int64 [n_tokens], the slot of each new token; empty for a plan that only reads.");
+
+  m.def("append", &append, nb::arg("plan"), nb::arg("layer"), nb::arg("k").none(), nb::arg("v").none(),
+        "Writes a step's new rows of one layer into their slots, quantizing if the group does.\n\n"
+        "  k, v  [plan.n_tokens, num_kv_heads, head_dim], or with a batch [batch, num_kv_heads, n, head_dim] of\n"
+        "        batch * n = plan.n_tokens; float32, float16 or bfloat16; K already rotated\n\n"
+        "NaN and infinity are reported by commit. Errors: ValueError (shapes), TypeError (dtype), StaleError.\n"
+        "Source: PagedAttention, arXiv 2309.06180, section 4.1.");
+  m.def(
+      "attend", &attend, nb::arg("plan"), nb::arg("layer"), nb::arg("q"), nb::kw_only(),
+      nb::arg("out") = nb::none(), nb::arg("scale") = nb::none(), nb::arg("softcap") = 0.0,
+      nb::arg("sliding_window") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("return_lse") = false,
+      "Attention of a plan's queries over everything stored for their sequences, this step's rows included.\n\n"
+      "  q        [plan.n_tokens, num_q_heads, head_dim], or with a batch [batch, num_q_heads, n, head_dim]; "
+      "float32\n"
+      "           with dense heads is read in place\n"
+      "  out      an array of the result's shape to be filled, or None\n"
+      "  scale    multiplies q.k; None: 1/sqrt(head_dim)\n"
+      "  sinks    [num_q_heads] logits that join each row's denominator once\n"
+      "  returns  out [plan.n_tokens, num_q_heads, head_dim_v] (with a batch: [batch, num_q_heads, n, "
+      "head_dim_v],\n"
+      "           a view of that) of q's framework and type; with return_lse also\n"
+      "           lse [plan.n_tokens, num_q_heads] float32, natural logarithm\n\n"
+      "Causal, aligned to each sequence's end. Packed blocks are read as they are. Errors: ValueError, TypeError,\n"
+      "StaleError.");
+  m.def("num_threads", &num_threads, "Threads that attention may take; at first the CPUs of this process.");
+  m.def(
+      "set_num_threads",
+      [](int n) {
+        if (n < 1 || n > 1024)
+          raise(invalid_argument("num_threads is " + std::to_string(n) + ", allowed are 1 to 1024"));
+        set_num_threads(n);
+      },
+      nb::arg("n"));
+  m.def(
+      "array_stats", [] { return to_dict(process_counters()); },
+      "How arrays of the functions that belong to no cache crossed the border.");
+}
+
+}  // namespace pagedkv::python
