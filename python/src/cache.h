@@ -32,6 +32,10 @@ struct PyCache {
       raise(invalid_argument("layer " + std::to_string(layer) + " is in no group of this cache"));
     return cache->options().groups[size_t(group_of_layer[size_t(layer)])];
   }
+  void check_group(int group) const {
+    if (group < 0 || size_t(group) >= cache->options().groups.size())
+      raise(invalid_argument("group " + std::to_string(group) + " is not one of this cache's"));
+  }
   void changed(uint32_t index) {
     if (changes.size() <= index) changes.resize(size_t(index) + 1);
     ++changes[index];

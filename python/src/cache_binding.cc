@@ -288,16 +288,14 @@ void bind_cache(nb::module_& m) {
       .def(
           "query_path",
           [](PyCache& self, int group) {
-            if (group < 0 || size_t(group) >= self.cache->options().groups.size())
-              raise(invalid_argument("group " + std::to_string(group) + " is not one of this cache's"));
+            self.check_group(group);
             return std::string(query_path_name(self.cache->query_path(group)));
           },
           nb::arg("group") = 0)
       .def(
           "image_bytes",
           [](PyCache& self, int group) {
-            if (group < 0 || size_t(group) >= self.cache->options().groups.size())
-              raise(invalid_argument("group " + std::to_string(group) + " is not one of this cache's"));
+            self.check_group(group);
             return self.cache->image_bytes(group).n;
           },
           nb::arg("group") = 0, "Bytes of one block, padding included.");

@@ -84,9 +84,7 @@ nb::object ints(PyPlan& plan, std::vector<int64_t> shape, const F& array_of) {
 }
 
 nb::object block_tables(PyPlan& plan, int group) {
-  const auto n_groups = plan.cache->cache->options().groups.size();
-  if (group < 0 || size_t(group) >= n_groups)
-    raise(invalid_argument("group " + std::to_string(group) + " is not one of this cache's"));
+  plan.cache->check_group(group);
   int64_t width = 0;
   check(locked(*plan.cache, [&]() -> Status {
     if (!plan.plan) return plan.usable();
@@ -98,9 +96,7 @@ nb::object block_tables(PyPlan& plan, int group) {
 }
 
 nb::object slot_mapping(PyPlan& plan, int group) {
-  const auto n_groups = plan.cache->cache->options().groups.size();
-  if (group < 0 || size_t(group) >= n_groups)
-    raise(invalid_argument("group " + std::to_string(group) + " is not one of this cache's"));
+  plan.cache->check_group(group);
   return ints<int64_t>(plan, {}, [&](const StepPlan& step) { return step.group(group).slot_mapping; });
 }
 
