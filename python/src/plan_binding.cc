@@ -265,8 +265,8 @@ nb::tuple read_dense(PyCache& cache, PyPlan& plan, int64_t place, int layer, int
 
 int parts_for(int64_t products) {
   constexpr int64_t kWorthAThread = 1 << 20;  // about 30 us, twice what waking one costs
-  const int64_t most = std::max<int64_t>(1, products / kWorthAThread);
-  return int(std::min<int64_t>(most, num_threads()));
+  const int64_t most = products / kWorthAThread;
+  return most <= 1 ? 1 : int(std::min<int64_t>(most, num_threads()));
 }
 
 float scale_of(nb::handle scale) {
@@ -359,7 +359,9 @@ void bind_plans(nb::module_& m) {
       "           lse [plan.n_tokens, num_q_heads] float32, natural logarithm\n\n"
       "Causal, aligned to each sequence's end. Packed blocks are read as they are. Errors: ValueError, TypeError,\n"
       "StaleError.");
-  m.def("num_threads", &num_threads, "Threads that attention may take; at first the CPUs of this process.");
+  m.def("num_threads", &num_threads,
+        "Threads that attention may take; not set, those of torch's team where torch is loaded, else the CPUs of this\n"
+        "process.");
   m.def(
       "set_num_threads",
       [](int n) {

@@ -1,4 +1,8 @@
-"""Tensors at the border, and the operators under torch.compile."""
+"""Tensors at the border, torch's threads, and the operators under torch.compile."""
+
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -142,3 +146,35 @@ def test_a_backward_says_that_there_is_none():
     x = torch.randn(2, 8, requires_grad=True)
     with pytest.raises(RuntimeError, match="pagedkv::quantize_symmetric has no backward"):
         pagedkv.torch.quantize_symmetric(x)[1].sum().backward()
+
+
+def test_attention_runs_on_torchs_own_team_and_after_a_fork_on_new_threads():
+    code = """
+import os, torch, pagedkv
+torch.set_num_threads(3)
+assert pagedkv.num_threads() == 3
+torch.ones(1 << 22).add(1)  # starts the team
+cache = pagedkv.Cache(num_kv_heads=8, head_dim=128, num_q_heads=32, kv_quant="q8", num_blocks=512)
+s = cache.start().sequence
+plan = cache.reserve([(s, 3000)])
+k = torch.randn(3000, 8, 128)
+started = os.listdir("/proc/self/task")
+pagedkv.append(plan, 0, k, k)
+plan.commit()
+q = torch.randn(1, 32, 128)
+attend = lambda: pagedkv.attend(cache.plan_read([(s, 1)]), 0, q).numpy()
+on_the_team = attend()
+assert os.listdir("/proc/self/task") == started
+pagedkv.set_num_threads(5)  # more than the team has
+assert (attend() == on_the_team).all()
+assert len(os.listdir("/proc/self/task")) == len(started) + 4
+pagedkv.set_num_threads(3)
+pid = os.fork()
+assert (attend() == on_the_team).all()
+if pid == 0:
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+print("both")
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert out.stdout == "both\n", out.stderr
