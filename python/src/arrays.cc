@@ -35,17 +35,60 @@ std::string root_module(PyTypeObject* type) {
   return name.substr(0, name.find('.'));
 }
 
+// DLPack's table of C functions (DLPack 1.3, DLPackExchangeAPI), which a type may have as __dlpack_c_exchange_api__:
+// with it an array is looked at without a call into Python.
+struct ExchangeApi {
+  uint32_t major_version, minor_version;
+  const ExchangeApi* previous;
+  void *allocate, *managed_from_object, *managed_to_object;
+  int (*view_object)(void* object, nb::dlpack::dltensor* out);  // 0, or a Python error is set; the view owns nothing
+  void* current_stream;
+};
+
+struct ArrayType {
+  Framework framework = Framework::kOther;
+  const ExchangeApi* api = nullptr;  // null: none
+};
+
+const ExchangeApi* exchange_api(PyTypeObject* type) {
+  const nb::object capsule =
+      nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__", nb::none());
+  if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
+  const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  return api->major_version == 1 ? api : nullptr;
+}
+
+ArrayType array_type(nb::handle array) {
+  // Types are few and asked again and again; a type that is gone may give its address to another one, so the
+  // modules that count are kept alive by being imported.
+  static std::map<PyTypeObject*, ArrayType> known;
+  PyTypeObject* type = Py_TYPE(array.ptr());
+  if (const auto found = known.find(type); found != known.end()) return found->second;
+  const std::string root = root_module(type);
+  const Framework framework = root == "numpy"                         ? Framework::kNumpy
+                              : root == "torch"                       ? Framework::kTorch
+                              : root == "mlx"                         ? Framework::kMlx
+                              : root == "jax" || root == "jaxlib"     ? Framework::kJax
+                              : root == "builtins" || root == "array" ? Framework::kNumpy
+                                                                      : Framework::kOther;
+  if (framework == Framework::kOther) return {};
+  return known.emplace(type, ArrayType{framework, exchange_api(type)}).first->second;
+}
+
 nb::ndarray<nb::ro> import_array(nb::handle array, const char* name) {
   nb::ndarray<nb::ro> view;
   if (array.is_none() || !nb::try_cast(nb::borrow(array), view) || !view.is_valid())
     raise_type_error(std::string(name) + " is a " + type_text(array) +
                      ", expected an array: numpy, torch, mlx or anything else with __dlpack__ or a buffer");
-  // A device that the CPU cannot read: CUDA, ROCm, ... Host memory that such a device also maps is fine.
-  if (view.device_type() != nb::device::cpu::value && view.device_type() != nb::device::cuda_host::value &&
-      view.device_type() != nb::device::rocm_host::value && view.size() != 0)
-    raise_type_error(std::string(name) + " is on device type " + std::to_string(view.device_type()) +
-                     " of DLPack, this build reads CPU memory: move it there first");
   return view;
+}
+
+// A device that the CPU cannot read: CUDA, ROCm, ... Host memory that such a device also maps is fine.
+void check_device(const char* name, int device_type, int64_t size) {
+  if (device_type != nb::device::cpu::value && device_type != nb::device::cuda_host::value &&
+      device_type != nb::device::rocm_host::value && size != 0)
+    raise_type_error(std::string(name) + " is on device type " + std::to_string(device_type) +
+                     " of DLPack, this build reads CPU memory: move it there first");
 }
 
 void check_shape(const char* name, const int64_t* shape, size_t ndim, Extents wanted) {
@@ -155,22 +198,7 @@ nb::dict to_dict(const ArrayCounters& counters) {
   return out;
 }
 
-Framework framework_of(nb::handle array) {
-  // Types are few and asked again and again; a type that is gone may give its address to another one, so the
-  // modules that count are kept alive by being imported.
-  static std::map<PyTypeObject*, Framework> known;
-  PyTypeObject* type = Py_TYPE(array.ptr());
-  if (const auto found = known.find(type); found != known.end()) return found->second;
-  const std::string root = root_module(type);
-  const Framework framework = root == "numpy"                         ? Framework::kNumpy
-                              : root == "torch"                       ? Framework::kTorch
-                              : root == "mlx"                         ? Framework::kMlx
-                              : root == "jax" || root == "jaxlib"     ? Framework::kJax
-                              : root == "builtins" || root == "array" ? Framework::kNumpy
-                                                                      : Framework::kOther;
-  if (framework != Framework::kOther) known.emplace(type, framework);
-  return framework;
-}
+Framework framework_of(nb::handle array) { return array_type(array).framework; }
 
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::string out = "[";
@@ -179,8 +207,22 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return out + "]";
 }
 
-InArray::InArray(nb::handle array, const char* name)
-    : view_(import_array(array, name)), name_(name), framework_(framework_of(array)) {
+InArray::InArray(nb::handle array, const char* name) : name_(name) {
+  const ArrayType type = array_type(array);
+  framework_ = type.framework;
+  if (type.api != nullptr && type.api->view_object(array.ptr(), &view_) == 0) {
+    object_ = nb::borrow(array);
+  } else {
+    PyErr_Clear();
+    imported_ = import_array(array, name);
+    view_ = {.data = const_cast<void*>(imported_.data()),
+             .device = {imported_.device_type(), imported_.device_id()},
+             .ndim = int32_t(imported_.ndim()),
+             .dtype = imported_.dtype(),
+             .shape = const_cast<int64_t*>(imported_.shape_ptr()),
+             .strides = const_cast<int64_t*>(imported_.stride_ptr())};
+  }
+  check_device(name, view_.device.device_type, size());
   // Gradients would be lost without a word.
   if (framework_ == Framework::kTorch && nb::cast<bool>(array.attr("requires_grad")) &&
       nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) {
@@ -193,7 +235,13 @@ InArray::InArray(nb::handle array, const char* name)
 }
 
 InArray::InArray(nb::handle array, const char* name, Extents extents) : InArray(array, name) {
-  check_shape(name, view_.shape_ptr(), view_.ndim(), extents);
+  check_shape(name, view_.shape, size_t(view_.ndim), extents);
+}
+
+int64_t InArray::size() const {
+  int64_t n = 1;
+  for (int axis = 0; axis < ndim(); ++axis) n *= extent(axis);
+  return n;
 }
 
 std::string InArray::dtype_name() const { return dtype_text(dtype()); }
@@ -208,9 +256,9 @@ ElementType InArray::element_type() const {
 
 bool InArray::contiguous() const {
   int64_t expected = 1;
-  for (size_t axis = view_.ndim(); axis-- > 0;) {
-    if (view_.shape(axis) != 1 && view_.stride(axis) != expected) return false;
-    expected *= int64_t(view_.shape(axis));
+  for (int axis = ndim(); axis-- > 0;) {
+    if (extent(axis) != 1 && stride(axis) != expected) return false;
+    expected *= extent(axis);
   }
   return true;
 }
@@ -458,6 +506,7 @@ BlockTensorIn block_tensor_in(nb::handle array, const char* name, bool writable)
     }
   }
   in.readable = import_array(array, name);
+  check_device(name, in.readable.device_type(), int64_t(in.readable.size()));
   check_shape(name, in.readable.shape_ptr(), in.readable.ndim(), {kAny, kAny, kAny, kAny});
   in.dtype = in.readable.dtype();
   in.view.data = static_cast<std::byte*>(const_cast<void*>(static_cast<const void*>(in.readable.data())));

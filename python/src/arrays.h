@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <map>
@@ -40,12 +41,12 @@ class InArray {
   // Errors: TypeError (no array, another device), ValueError (shape), both naming `name` and what was found.
   InArray(nb::handle array, const char* name, Extents extents);
   InArray(nb::handle array, const char* name);  // of any shape
-  int ndim() const { return int(view_.ndim()); }
-  int64_t extent(int axis) const { return int64_t(view_.shape(size_t(axis))); }
-  int64_t stride(int axis) const { return view_.stride(size_t(axis)); }  // elements
-  int64_t size() const { return int64_t(view_.size()); }
-  const void* data() const { return view_.data(); }
-  nb::dlpack::dtype dtype() const { return view_.dtype(); }
+  int ndim() const { return view_.ndim; }
+  int64_t extent(int axis) const { return view_.shape[axis]; }
+  int64_t stride(int axis) const { return view_.strides[axis]; }  // elements
+  int64_t size() const;
+  const void* data() const { return static_cast<const std::byte*>(view_.data) + view_.byte_offset; }
+  nb::dlpack::dtype dtype() const { return view_.dtype; }
   std::string dtype_name() const;
   bool is(nb::dlpack::dtype_code code, int bits) const {
     return dtype().code == uint8_t(code) && dtype().bits == bits && dtype().lanes == 1;
@@ -58,7 +59,9 @@ class InArray {
   Framework framework() const { return framework_; }
 
  private:
-  nb::ndarray<nb::ro> view_;
+  nb::dlpack::dltensor view_;
+  nb::object object_;             // keeps what view_ points to, or
+  nb::ndarray<nb::ro> imported_;  // this does
   const char* name_;
   Framework framework_;
 };

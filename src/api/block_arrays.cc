@@ -3,12 +3,10 @@
 #include "pagedkv/block_arrays.h"
 
 #include <algorithm>
-#include <cmath>
-#include <vector>
 
 #include "api/isa.h"
+#include "api/layer_attention.h"
 #include "api/query_path.h"
-#include "api/work.h"
 #include "base/text.h"
 #include "kernels/kernels.h"
 #include "store/image_layout.h"
@@ -135,15 +133,9 @@ struct BlockAttention::Impl {
   kernels::Batch batch;
   kernels::AttendShape shape;
   const kernels::Entry* entry = nullptr;
-  std::vector<kernels::WorkItem> items;
-  std::vector<kernels::MergeItem> merges;
-  WorkTotals totals;
+  Work work;
 
-  int64_t partial_bytes() const {
-    return totals.n_partials * kernels::partial_floats(layer.v.head_dim) * int64_t(sizeof(float));
-  }
-  int64_t part_bytes() const { return entry->part_scratch_bytes(layer, shape); }
-  Result<kernels::AttendCall> call(const Args& args, int n_parts) const;
+  LayerAttention attention() const { return {layer, batch, shape, work, *entry}; }
 };
 
 BlockAttention::BlockAttention(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -204,53 +196,23 @@ Result<BlockAttention> BlockAttention::plan(const BlockArrays& arrays, const Blo
                  .block_tables = tables.block_tables,
                  .seq_lens = tables.seq_lens,
                  .query_start_loc = tables.query_start_loc};
-  impl->totals = plan_work(impl->batch, impl->shape, heads, impl->items, impl->merges);
+  plan_work(impl->batch, impl->shape, heads, impl->work);
   return BlockAttention(std::move(impl));
 }
 
 Bytes BlockAttention::scratch_bytes(int n_parts) const {
-  return Bytes(std::max<int64_t>(64, impl_->partial_bytes() + impl_->part_bytes() * n_parts));
-}
-
-Result<kernels::AttendCall> BlockAttention::Impl::call(const Args& args, int n_parts) const {
-  if (batch.n_tokens > 0 && (args.q == nullptr || args.out == nullptr))
-    return invalid_argument("[block attention] q or out is null");
-  if (args.scale < 0 || !std::isfinite(args.scale) || args.softcap < 0 || !std::isfinite(args.softcap))
-    return invalid_argument(str("[block attention] scale is ", args.scale, " and softcap ", args.softcap,
-                                "; both must be finite and >= 0"));
-  const int64_t need = partial_bytes() + part_bytes() * n_parts;
-  if (int64_t(args.scratch.size()) < need || reinterpret_cast<uintptr_t>(args.scratch.data()) % 64 != 0)
-    return invalid_argument(str("[block attention] scratch has ", args.scratch.size(), " bytes, ", need,
-                                " are needed, 64-byte aligned"));
-  return kernels::AttendCall{.layer = layer,
-                             .batch = batch,
-                             .shape = shape,
-                             .items = items.data(),
-                             .n_items = int64_t(items.size()),
-                             .merges = merges.data(),
-                             .n_merges = int64_t(merges.size()),
-                             .total_cost = totals.total_cost,
-                             .q = args.q,
-                             .q_token_stride = shape.num_q_heads * layer.k.head_dim,
-                             .out = args.out,
-                             .lse = args.lse,
-                             .scale = args.scale != 0 ? args.scale : 1.0f / std::sqrt(float(layer.k.head_dim)),
-                             .softcap = args.softcap,
-                             .sinks = args.sinks,
-                             .partials = reinterpret_cast<float*>(args.scratch.data()),
-                             .part_scratch = args.scratch.data() + partial_bytes(),
-                             .part_scratch_bytes = part_bytes()};
+  return Bytes(std::max<int64_t>(64, impl_->attention().scratch_bytes(n_parts)));
 }
 
 Status BlockAttention::attend(const Args& args, Part part) const {
-  const auto call = impl_->call(args, part.count);
+  const auto call = impl_->attention().call("block attention", args, 0, part.count);
   if (!call.ok()) return call.status();
   impl_->entry->attend(*call, part);
   return Status();
 }
 
 Status BlockAttention::merge(const Args& args, Part part) const {
-  const auto call = impl_->call(args, part.count);
+  const auto call = impl_->attention().call("block attention", args, 0, part.count);
   if (!call.ok()) return call.status();
   impl_->entry->merge(*call, part);
   return Status();

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <limits>
 
 #include "api/isa.h"
+#include "api/layer_attention.h"
 #include "api/query_path.h"
 #include "api/step_plan.h"
 #include "base/env.h"
@@ -152,12 +152,8 @@ struct Cache::Impl {
     layer.num_blocks = core->pool(at.group).end_id();
     return layer;
   }
-  int64_t partial_bytes(const StepPlan::Impl& plan, int group) const {
-    const int64_t stride = kernels::partial_floats(options.groups[size_t(group)].shape.head_dim_v);
-    return plan.work[size_t(group)].totals.n_partials * stride * int64_t(sizeof(float));
-  }
-  int64_t part_bytes(const StepPlan::Impl& plan, int group) const {
-    return entry->part_scratch_bytes(stores[size_t(group)][0], shape(plan, group));
+  LayerAttention attention(const StepPlan::Impl& plan, LayerPlace at, const kernels::AttendShape& shape) const {
+    return {store_now(at), plan.batch(size_t(at.group)), shape, plan.work[size_t(at.group)], *entry};
   }
   Result<kernels::AttendCall> attend_call(const AttendArgs& args, int n_parts) const;
   // Rows of positions [first, length) as floats. Errors: kInvalidArgument when the table has given one back.
@@ -172,11 +168,8 @@ struct Cache::Impl {
   }
   void plan_group_work(StepPlan::Impl& plan) const {
     plan.work.resize(options.groups.size());
-    for (size_t g = 0; g < plan.work.size(); ++g) {
-      auto& work = plan.work[g];
-      work.totals = plan_work(plan.batch(g), shape(plan, int(g)), options.groups[g].shape.num_kv_heads, work.items,
-                              work.merges);
-    }
+    for (size_t g = 0; g < plan.work.size(); ++g)
+      plan_work(plan.batch(g), shape(plan, int(g)), options.groups[g].shape.num_kv_heads, plan.work[g]);
   }
 };
 
@@ -397,44 +390,13 @@ Result<kernels::AttendCall> Cache::Impl::attend_call(const AttendArgs& args, int
   if (!at.ok()) return at.status();
   const StepPlan::Impl& plan = *args.plan.impl_;
   if (Status status = check_plan(plan); !status.ok()) return status;
-  const GroupSpec& spec = options.groups[size_t(at->group)];
   kernels::AttendShape attend_shape = shape(plan, at->group);
   if (args.sliding_window < 0 ||
       (attend_shape.sliding_window > 0 && args.sliding_window > attend_shape.sliding_window))
     return invalid_argument(
         str("[attend] window ", args.sliding_window, " is asked, the group's is ", attend_shape.sliding_window));
   if (args.sliding_window > 0) attend_shape.sliding_window = args.sliding_window;
-  const auto& work = plan.work[size_t(at->group)];
-  if (args.q == nullptr || args.out == nullptr) return invalid_argument("[attend] q or out is null");
-  if (args.scale < 0 || !std::isfinite(args.scale) || args.softcap < 0 || !std::isfinite(args.softcap))
-    return invalid_argument(
-        str("[attend] scale is ", args.scale, " and softcap ", args.softcap, "; both must be finite and >= 0"));
-  const int64_t partials = partial_bytes(plan, at->group), per_part = part_bytes(plan, at->group);
-  if (int64_t(args.scratch.size()) < partials + per_part * n_parts)
-    return invalid_argument(str("[attend] scratch has ", args.scratch.size(), " bytes, ", n_parts, " parts need ",
-                                partials + per_part * n_parts));
-  if (reinterpret_cast<uintptr_t>(args.scratch.data()) % 64 != 0)
-    return invalid_argument("[attend] scratch is not 64-byte aligned");
-  return kernels::AttendCall{.layer = store_now(*at),
-                             .batch = plan.batch(size_t(at->group)),
-                             .shape = attend_shape,
-                             .items = work.items.data(),
-                             .n_items = int64_t(work.items.size()),
-                             .merges = work.merges.data(),
-                             .n_merges = int64_t(work.merges.size()),
-                             .total_cost = work.totals.total_cost,
-                             .q = args.q,
-                             .q_token_stride = args.q_token_stride != 0
-                                                   ? args.q_token_stride
-                                                   : attend_shape.num_q_heads * spec.shape.head_dim_k,
-                             .out = args.out,
-                             .lse = args.lse,
-                             .scale = args.scale != 0 ? args.scale : 1.0f / std::sqrt(float(spec.shape.head_dim_k)),
-                             .softcap = args.softcap,
-                             .sinks = args.sinks,
-                             .partials = reinterpret_cast<float*>(args.scratch.data()),
-                             .part_scratch = args.scratch.data() + partials,
-                             .part_scratch_bytes = per_part};
+  return attention(plan, *at, attend_shape).call("attend", args, args.q_token_stride, n_parts);
 }
 
 Status Cache::attend(const AttendArgs& args, Part part) {
@@ -456,7 +418,7 @@ Status Cache::merge(const AttendArgs& args, Part part) {
 Bytes Cache::scratch_bytes(const StepPlan& plan, int n_parts) const {
   int64_t most = 64;
   for (int g = 0; g < impl_->core->n_groups(); ++g)
-    most = std::max(most, impl_->partial_bytes(*plan.impl_, g) + impl_->part_bytes(*plan.impl_, g) * n_parts);
+    most = std::max(most, impl_->attention(*plan.impl_, {g, 0}, impl_->shape(*plan.impl_, g)).scratch_bytes(n_parts));
   return Bytes(most);
 }
 

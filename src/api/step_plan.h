@@ -12,13 +12,8 @@
 namespace pagedkv {
 
 struct StepPlan::Impl {
-  struct GroupWork {
-    std::vector<kernels::WorkItem> items;
-    std::vector<kernels::MergeItem> merges;
-    WorkTotals totals;
-  };
   StepArrays arrays;
-  std::vector<GroupWork> work;   // per group
+  std::vector<Work> work;        // per group
   std::vector<uint64_t> faults;  // per sequence: kernels::kNoFault or its first row that is not finite
   const void* owner = nullptr;   // the cache that made it
   int64_t num_q_heads = 0;       // of this plan's queries; 0: as the groups say

@@ -23,15 +23,14 @@ Keys visible(int64_t first, int64_t last, int64_t window) {
 
 }  // namespace
 
-WorkTotals plan_work(const kernels::Batch& batch, const kernels::AttendShape& shape, int64_t num_kv_heads,
-                     std::vector<kernels::WorkItem>& items, std::vector<kernels::MergeItem>& merges) {
-  items.clear();
-  merges.clear();
-  WorkTotals totals;
+void plan_work(const kernels::Batch& batch, const kernels::AttendShape& shape, int64_t num_kv_heads, Work& work) {
+  work.items.clear();
+  work.merges.clear();
+  work.total_cost = work.n_partials = 0;
   const auto add = [&](kernels::WorkItem item) {
-    item.cost_before = totals.total_cost;
-    totals.total_cost += item.cost * num_kv_heads;
-    items.push_back(item);
+    item.cost_before = work.total_cost;
+    work.total_cost += item.cost * num_kv_heads;
+    work.items.push_back(item);
   };
   for (int32_t sequence = 0; sequence < batch.n_sequences; ++sequence) {
     const int32_t row_begin = batch.query_start_loc[sequence], row_end = batch.query_start_loc[sequence + 1];
@@ -43,7 +42,7 @@ WorkTotals plan_work(const kernels::Batch& batch, const kernels::AttendShape& sh
     const auto run_end = int32_t((keys.end + kRunTokens - 1) / kRunTokens);
 
     if (n_rows <= kernels::kMaxSplitRows && run_end - run_begin > 1) {
-      merges.push_back({sequence, row_begin, row_end, run_begin, run_end, totals.n_partials});
+      work.merges.push_back({sequence, row_begin, row_end, run_begin, run_end, work.n_partials});
       for (int32_t run = run_begin; run < run_end; ++run) {
         const int64_t n_keys = std::min(keys.end, (run + 1) * kRunTokens) - std::max(keys.begin, run * kRunTokens);
         add({.sequence = sequence,
@@ -51,9 +50,9 @@ WorkTotals plan_work(const kernels::Batch& batch, const kernels::AttendShape& sh
              .row_end = row_end,
              .run_begin = run,
              .run_end = run + 1,
-             .partial = totals.n_partials,
+             .partial = work.n_partials,
              .cost = cost_of(n_rows, n_keys)});
-        totals.n_partials += n_rows * shape.num_q_heads;
+        work.n_partials += n_rows * shape.num_q_heads;
       }
       continue;
     }
@@ -71,7 +70,6 @@ WorkTotals plan_work(const kernels::Batch& batch, const kernels::AttendShape& sh
            .cost = cost_of(tile_end - row, n_keys)});
     }
   }
-  return totals;
 }
 
 }  // namespace pagedkv

@@ -242,14 +242,13 @@ class World {
     Rows rows;
     rows.out.assign(size_t(a.n_tokens * q_heads() * d), kNan);
     rows.lse.assign(size_t(a.n_tokens * q_heads()), kNan);
-    std::vector<kernels::WorkItem> items;
-    std::vector<kernels::MergeItem> merges;
     const kernels::AttendShape shape{.num_q_heads = q_heads(),
                                      .sliding_window = spec_.sliding_window,
                                      .k_codes = spec_.k_codes,
                                      .v_codes = spec_.v_codes};
-    const WorkTotals totals = plan_work(a.batch(), shape, spec_.num_kv_heads, items, merges);
-    std::vector<float> partials(size_t(totals.n_partials * kernels::partial_floats(d)), kNan);
+    Work work;
+    plan_work(a.batch(), shape, spec_.num_kv_heads, work);
+    std::vector<float> partials(size_t(work.n_partials * kernels::partial_floats(d)), kNan);
     const int64_t scratch_bytes = spec_.entry.part_scratch_bytes(layer_, shape);
     EXPECT_EQ(scratch_bytes % 64, 0);
     std::vector<float> scratch(size_t(scratch_bytes * parts) / 4 + 16, kNan);
@@ -258,11 +257,11 @@ class World {
         .layer = layer_,
         .batch = a.batch(),
         .shape = shape,
-        .items = items.data(),
-        .n_items = int64_t(items.size()),
-        .merges = merges.data(),
-        .n_merges = int64_t(merges.size()),
-        .total_cost = totals.total_cost,
+        .items = work.items.data(),
+        .n_items = int64_t(work.items.size()),
+        .merges = work.merges.data(),
+        .n_merges = int64_t(work.merges.size()),
+        .total_cost = work.total_cost,
         .q = a.q.data(),
         .q_token_stride = q_heads() * spec_.head_dim_k,
         .out = rows.out.data(),
@@ -276,7 +275,7 @@ class World {
     };
     run_parts(parts, [&](int i) { spec_.entry.attend(call, {i, parts}); });
     run_parts(parts, [&](int i) { spec_.entry.merge(call, {i, parts}); });
-    n_splits_ = int64_t(merges.size());
+    n_splits_ = int64_t(work.merges.size());
     return rows;
   }
 

@@ -53,19 +53,18 @@ TEST(Sparse, BlocksPastTwoToThe31ElementsHoldTheirOwnRows) {  // O-NUM-07
         {.layer = layer, .batch = batch, .k = input, .v = input, .faults = faults.data(), .counters = &counters},
         {});
 
-    std::vector<kernels::WorkItem> items;
-    std::vector<kernels::MergeItem> merges;
+    Work work;
     const kernels::AttendShape shape{.num_q_heads = kHeads};
-    const WorkTotals totals = plan_work(batch, shape, kHeads, items, merges);
+    plan_work(batch, shape, kHeads, work);
     const int64_t scratch_bytes = entry.part_scratch_bytes(layer, shape);
     std::vector<std::byte> scratch(size_t(scratch_bytes + 64));
     std::vector<float> out(values.size(), kNan);
     entry.attend({.layer = layer,
                   .batch = batch,
                   .shape = shape,
-                  .items = items.data(),
-                  .n_items = int64_t(items.size()),
-                  .total_cost = totals.total_cost,
+                  .items = work.items.data(),
+                  .n_items = int64_t(work.items.size()),
+                  .total_cost = work.total_cost,
                   .q = values.data(),
                   .q_token_stride = kHeads * kD,
                   .out = out.data(),

@@ -9,9 +9,7 @@ namespace {
 
 struct Plan {
   std::vector<int32_t> lens, starts = {0};
-  std::vector<kernels::WorkItem> items;
-  std::vector<kernels::MergeItem> merges;
-  WorkTotals totals;
+  Work work;
 
   // {length, new tokens} by sequence
   Plan(const std::vector<std::pair<int, int>>& sequences, int64_t window, int64_t kv_heads = 2,
@@ -24,7 +22,7 @@ struct Plan {
                                .n_tokens = starts.back(),
                                .seq_lens = lens.data(),
                                .query_start_loc = starts.data()};
-    totals = plan_work(batch, {.num_q_heads = q_heads, .sliding_window = window}, kv_heads, items, merges);
+    plan_work(batch, {.num_q_heads = q_heads, .sliding_window = window}, kv_heads, work);
   }
 };
 
@@ -33,7 +31,7 @@ TEST(PlanWork, EveryRowIsInOneItemOrInOneOfEveryRun) {
     const Plan plan({{1, 1}, {0, 0}, {2000, 1}, {700, 700}, {256, 8}, {257, 8}, {3, 9}, {5000, 9}}, window);
     std::map<std::pair<int32_t, int32_t>, int> seen;  // (row, run or -1) -> items
     int64_t cost = 0, partials = 0;
-    for (const kernels::WorkItem& item : plan.items) {
+    for (const kernels::WorkItem& item : plan.work.items) {
       EXPECT_EQ(item.cost_before, cost);
       EXPECT_GT(item.cost, 0);
       cost += item.cost * 2;
@@ -49,15 +47,15 @@ TEST(PlanWork, EveryRowIsInOneItemOrInOneOfEveryRun) {
         EXPECT_EQ(seen[std::pair(row, item.partial >= 0 ? item.run_begin : -1)]++, 0);
       }
     }
-    EXPECT_EQ(cost, plan.totals.total_cost);
-    EXPECT_EQ(partials, plan.totals.n_partials);
+    EXPECT_EQ(cost, plan.work.total_cost);
+    EXPECT_EQ(partials, plan.work.n_partials);
     for (int32_t row = 0; row < plan.starts.back(); ++row) {
-      const bool split = std::any_of(plan.merges.begin(), plan.merges.end(), [&](const kernels::MergeItem& merge) {
+      const bool split = std::any_of(plan.work.merges.begin(), plan.work.merges.end(), [&](const kernels::MergeItem& merge) {
         return row >= merge.row_begin && row < merge.row_end;
       });
       EXPECT_EQ(seen.count(std::pair(row, -1)), split ? 0u : 1u);
     }
-    for (const kernels::MergeItem& merge : plan.merges) {
+    for (const kernels::MergeItem& merge : plan.work.merges) {
       EXPECT_GT(merge.run_end - merge.run_begin, 1);
       for (int32_t run = merge.run_begin; run < merge.run_end; ++run) {
         EXPECT_EQ(seen.count(std::pair(merge.row_begin, run)), 1u);
@@ -68,24 +66,24 @@ TEST(PlanWork, EveryRowIsInOneItemOrInOneOfEveryRun) {
 
 TEST(PlanWork, RunsBehindTheWindowAreNotVisited) {
   const Plan plan({{10000, 1}}, 300);
-  ASSERT_EQ(plan.items.size(), 3u);  // keys 9700 to 9999
-  EXPECT_EQ(plan.items[0].run_begin, 9700 / 256);
-  EXPECT_EQ(plan.items[2].run_begin, 9999 / 256);
+  ASSERT_EQ(plan.work.items.size(), 3u);  // keys 9700 to 9999
+  EXPECT_EQ(plan.work.items[0].run_begin, 9700 / 256);
+  EXPECT_EQ(plan.work.items[2].run_begin, 9999 / 256);
 }
 
 // Units of an item and a KV head go to the part in whose share of the cost their middle lies (attend).
 double largest_part_over_mean(const Plan& plan, int64_t kv_heads, int parts) {
   std::vector<int64_t> costs(static_cast<size_t>(parts), 0);
-  for (const kernels::WorkItem& item : plan.items) {
+  for (const kernels::WorkItem& item : plan.work.items) {
     for (int64_t head = 0; head < kv_heads; ++head) {
       const int64_t twice_middle = 2 * (item.cost_before + item.cost * head) + item.cost;
       int part = 0;
-      while (2 * (plan.totals.total_cost * (part + 1) / parts) <= twice_middle) ++part;
+      while (2 * (plan.work.total_cost * (part + 1) / parts) <= twice_middle) ++part;
       costs[static_cast<size_t>(part)] += item.cost;
     }
   }
   const int64_t largest = *std::max_element(costs.begin(), costs.end());
-  return double(largest) * parts / double(plan.totals.total_cost);
+  return double(largest) * parts / double(plan.work.total_cost);
 }
 
 TEST(PlanWork, PartsAreEvenWithinATenthForOneLongSequenceAndForManyShortOnes) {
@@ -119,13 +117,13 @@ TEST(PlanWork, OneTokenMoreDoesNotMakeTwoPartsUneven) {
 TEST(PlanWork, ABigDecodeBatchIsPlannedInNoTime) {
   const std::vector<std::pair<int, int>> sequences(256, {8192, 1});
   Plan plan(sequences, 0, 8, 32);
-  EXPECT_EQ(plan.items.size(), 256u * 32);
+  EXPECT_EQ(plan.work.items.size(), 256u * 32);
   double best = 1;
   for (int i = 0; i < 20; ++i) {
     const kernels::Batch batch{
         .n_sequences = 256, .n_tokens = 256, .seq_lens = plan.lens.data(), .query_start_loc = plan.starts.data()};
     const auto begin = std::chrono::steady_clock::now();
-    plan_work(batch, {.num_q_heads = 32}, 8, plan.items, plan.merges);
+    plan_work(batch, {.num_q_heads = 32}, 8, plan.work);
     best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   }
   EXPECT_LT(best, 5e-3);  // about 15 us in a release build; the bar leaves room for sanitizers

@@ -37,16 +37,20 @@ class _Step:
         return [row for row, pad in enumerate(self.padding) if pad < self.n_columns]
 
     def tokens(self, x):
-        """x [rows, heads, columns, d] -> [plan.n_tokens, heads, d], a view where the layout allows it."""
+        """x [rows, heads, columns, d] as the plan's tokens: as it is where a stride leads from one to the next, else
+        [plan.n_tokens, heads, d]."""
         if any(self.padding):
             return torch.cat([x[row, :, self.padding[row]:].transpose(0, 1) for row in self.places()])
-        if x.shape[0] == 1:
-            return x[0].transpose(0, 1)
+        if x.shape[0] == 1 or x.shape[2] == 1:
+            return x
         return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
     def columns(self, x):
-        """x [plan.n_tokens, heads, d] -> [rows, columns, heads, d], padding is 0."""
+        """What attention made of tokens(), [plan.n_tokens, heads, d] or [rows, heads, columns, d] ->
+        [rows, columns, heads, d], padding is 0."""
         n_rows = len(self.padding)
+        if x.dim() == 4:
+            return x.transpose(1, 2)
         if not any(self.padding):
             return x.reshape(n_rows, self.n_columns, *x.shape[1:])
         out = x.new_zeros(n_rows, self.n_columns, *x.shape[1:])
@@ -150,6 +154,7 @@ class PagedCache(Cache):
             raise ValueError(f"[PagedCache] unknown options {sorted(unknown)}; there are {', '.join(_OPTIONS)}")
         self._shapes, self._attending = shapes_of(config)
         self._config = config.get_text_config(decoder=True)
+        self._stores_latents = stores_latents(self._config)
         self._identity = identity_of(config, self._shapes)
         if kv_quant is None:
             from_environment = kv_quant_from_env()
@@ -253,12 +258,15 @@ class PagedCache(Cache):
             n_columns, _ = self.layers[layer_idx].get_mask_sizes(key_states.shape[2])
             rows = PackedRows(self, layer_idx, key_states, value_states, n_columns)
             return rows, rows
-        with self._step_or_nothing():
+        try:
             step = self._step or self._begin(key_states, [0] * key_states.shape[0], packed=False)
             self._store(step, layer_idx, key_states, value_states)
             _, first = self.layers[layer_idx].get_mask_sizes(step.n_columns)
             dense = self._read_dense(step.plan, step.places(), layer_idx, first, step.n_columns, key_states.dtype)
             self._finish_if_complete(step, step.stored >= self._shapes.keys())
+        except BaseException:
+            self._abandon()
+            raise
         return dense
 
     def _attend(self, rows, layer_idx, query, padding_mask, scaling, softcap, window, sinks):
@@ -275,7 +283,7 @@ class PagedCache(Cache):
         if window is not None and window != shape.window:
             raise ValueError(f"[pagedkv] layer {layer} attends with sliding_window={window}, the config's layer "
                              f"types say {shape.window or 'none'}")
-        with self._step_or_nothing():
+        try:
             step = self._step or self._begin(rows.key, self._padding(padding_mask, rows.key), packed=True)
             if padding_mask is not None and padding_mask is not step.mask:
                 # Another layer type's mask of the same step: the rows are stored once, so it must say the same.
@@ -290,7 +298,10 @@ class PagedCache(Cache):
                                                   softcap=softcap or 0.0, sinks=sinks))
             step.attended.add(layer_idx)
             self._finish_if_complete(step, step.attended >= self._attending)
-        return out[:, n_columns - n_queries:]
+        except BaseException:
+            self._abandon()
+            raise
+        return out if n_queries == n_columns else out[:, n_columns - n_queries:]
 
     def _check_rows(self, key, value, layer_idx, packed):
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
@@ -299,7 +310,7 @@ class PagedCache(Cache):
         shape = self._shapes.get(layer_idx)
         if shape is None:
             raise ValueError(f"[PagedCache] layer {layer_idx} stores no keys; those that do are {list(self._shapes)}")
-        if packed and stores_latents(self._config):
+        if packed and self._stores_latents:
             raise ValueError(f'[pagedkv] {self._config.model_type} stores latents that attn_implementation="{NAME}" '
                              'cannot attend to: set "sdpa" or "eager"')
         if key.device.type != "cpu":
@@ -367,15 +378,6 @@ class PagedCache(Cache):
         if step.plan is not None:
             pagedkv.append(step.plan, layer, step.tokens(key), step.tokens(value))
         step.stored.add(layer)
-
-    @contextlib.contextmanager
-    def _step_or_nothing(self):
-        """An error inside ends the step without a trace."""
-        try:
-            yield
-        except BaseException:
-            self._abandon()
-            raise
 
     def _finish_if_complete(self, step, complete):
         step.complete = complete
