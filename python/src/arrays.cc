@@ -35,13 +35,14 @@ std::string root_module(PyTypeObject* type) {
   return name.substr(0, name.find('.'));
 }
 
-// DLPack's table of C functions (DLPack 1.3, DLPackExchangeAPI), which a type may have as __dlpack_c_exchange_api__:
-// with it an array is looked at without a call into Python.
+// DLPack's table of C functions (DLPack 1.3, DLPackExchangeAPI), which a type may have as
+// __dlpack_c_exchange_api__: with it an array is looked at without a call into Python.
 struct ExchangeApi {
   uint32_t major_version, minor_version;
   const ExchangeApi* previous;
   void *allocate, *managed_from_object, *managed_to_object;
-  int (*view_object)(void* object, nb::dlpack::dltensor* out);  // 0, or a Python error is set; the view owns nothing
+  int (*view_object)(void* object,
+                     nb::dlpack::dltensor* out);  // 0, or a Python error is set; the view owns nothing
   void* current_stream;
 };
 
@@ -223,8 +224,12 @@ InArray::InArray(nb::handle array, const char* name) : name_(name) {
              .strides = const_cast<int64_t*>(imported_.stride_ptr())};
   }
   check_device(name, view_.device.device_type, size());
+  if (framework_ != Framework::kTorch) return;
+  // A view as of x.conj().imag: the memory has the other sign.
+  if (nb::cast<bool>(array.attr("is_neg")()))
+    raise(invalid_argument(std::string(name) + " is a lazily negated view: pass " + name + ".resolve_neg()"));
   // Gradients would be lost without a word.
-  if (framework_ == Framework::kTorch && nb::cast<bool>(array.attr("requires_grad")) &&
+  if (nb::cast<bool>(array.attr("requires_grad")) &&
       nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) {
     PyErr_SetString(PyExc_RuntimeError,
                     (std::string(name) + " requires gradients, and pagedkv has no backward: detach "

@@ -360,7 +360,8 @@ void bind_plans(nb::module_& m) {
       "Causal, aligned to each sequence's end. Packed blocks are read as they are. Errors: ValueError, TypeError,\n"
       "StaleError.");
   m.def("num_threads", &num_threads,
-        "Threads that attention may take; not set, those of torch's team where torch is loaded, else the CPUs of this\n"
+        "Threads that attention may take; not set, those of torch's team where torch is loaded, else the CPUs of "
+        "this\n"
         "process.");
   m.def(
       "set_num_threads",

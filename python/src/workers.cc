@@ -17,8 +17,8 @@
 namespace pagedkv::python {
 namespace {
 
-// Threads of our own. A worker looks out for its next part a little before it sleeps: layers come one after the other,
-// and waking a thread can take longer than its part does.
+// Threads of our own. A worker looks out for its next part a little before it sleeps: layers come one after the
+// other, and waking a thread can take longer than its part does.
 class Pool {
  public:
   explicit Pool(int n_workers) {
@@ -89,8 +89,8 @@ class Pool {
 };
 
 // The OpenMP team of a framework in this process, if one made the symbols of its runtime global, as torch does. Its
-// threads spin between its own operators, so that other threads would have to share their CPUs: attention from torch
-// runs on the team itself. The two functions have the same form in libgomp and in LLVM's runtime.
+// threads spin between its own operators, so that other threads would have to share their CPUs: attention from
+// torch runs on the team itself. The two functions have the same form in libgomp and in LLVM's runtime.
 struct Team {
   void (*parallel)(void (*)(void*), void*, unsigned n_threads, unsigned flags);
   int (*max_threads)();
@@ -110,7 +110,8 @@ struct Team {
       Job& job = *static_cast<Job*>(data);
       for (int part; (part = job.next++) < job.n_parts;) job.fn(part);
     };
-    parallel(work, &job, 0, 0);  // all of it, as its owner does: a team of another size would be made anew each time
+    parallel(work, &job, 0,
+             0);  // all of it, as its owner does: a team of another size would be made anew each time
   }
 };
 
@@ -122,8 +123,8 @@ int cpus() {
 
 std::atomic<int> wanted{0};  // 0: not chosen
 // Never destroyed: at the interpreter's end other threads may still compute. A fork leaves the child without the
-// threads, so it starts its own when it first needs them; a team that the child has lost cannot be told from one that
-// it has.
+// threads, so it starts its own when it first needs them; a team that the child has lost cannot be told from one
+// that it has.
 struct Shared {
   std::mutex in_use;
   std::unique_ptr<Pool> pool;

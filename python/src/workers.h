@@ -5,12 +5,13 @@
 
 namespace pagedkv::python {
 
-// Any thread. Default: the framework's OpenMP team if there is one, else the CPUs this process may run on. Requires: n >= 1.
+// Any thread. Default: the framework's OpenMP team if there is one, else the CPUs this process may run on.
+// Requires: n >= 1.
 int num_threads();
 void set_num_threads(int n);
 
-// Calls fn(part) for every part in [0, n_parts). Parts may run after each other on one thread, as when the threads are
-// busy for somebody else. fn must not throw. Must be called without the GIL.
+// Calls fn(part) for every part in [0, n_parts). Parts may run after each other on one thread, as when the threads
+// are busy for somebody else. fn must not throw. Must be called without the GIL.
 void run_parts(int n_parts, const std::function<void(int)>& fn);
 
 }  // namespace pagedkv::python

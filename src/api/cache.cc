@@ -418,7 +418,8 @@ Status Cache::merge(const AttendArgs& args, Part part) {
 Bytes Cache::scratch_bytes(const StepPlan& plan, int n_parts) const {
   int64_t most = 64;
   for (int g = 0; g < impl_->core->n_groups(); ++g)
-    most = std::max(most, impl_->attention(*plan.impl_, {g, 0}, impl_->shape(*plan.impl_, g)).scratch_bytes(n_parts));
+    most =
+        std::max(most, impl_->attention(*plan.impl_, {g, 0}, impl_->shape(*plan.impl_, g)).scratch_bytes(n_parts));
   return Bytes(most);
 }
 

@@ -24,8 +24,8 @@ struct LayerAttention {
   int64_t part_bytes() const { return entry.part_scratch_bytes(layer, shape); }
   int64_t scratch_bytes(int n_parts) const { return partial_bytes() + part_bytes() * n_parts; }
 
-  // args: AttendArgs or BlockAttention::Args. q_token_stride in elements, 0: dense. Errors: kInvalidArgument for what
-  // args says of scale, softcap, scratch, and for missing arrays, beginning with `where`.
+  // args: AttendArgs or BlockAttention::Args. q_token_stride in elements, 0: dense. Errors: kInvalidArgument for
+  // what args says of scale, softcap, scratch, and for missing arrays, beginning with `where`.
   template <class Args>
   Result<kernels::AttendCall> call(const char* where, const Args& args, int64_t q_token_stride, int n_parts) const {
     if (batch.n_tokens > 0 && (args.q == nullptr || args.out == nullptr))

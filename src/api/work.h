@@ -15,8 +15,8 @@ struct Work {
   int64_t n_partials = 0;  // rows of AttendCall::partials
 };
 
-// Replaces what `work` holds, reusing its memory. Every new token of every sequence is in exactly one item, or, where
-// its sequence is split, in one item a run. Only batch's sizes, seq_lens and query_start_loc are read.
+// Replaces what `work` holds, reusing its memory. Every new token of every sequence is in exactly one item, or,
+// where its sequence is split, in one item a run. Only batch's sizes, seq_lens and query_start_loc are read.
 void plan_work(const kernels::Batch& batch, const kernels::AttendShape& shape, int64_t num_kv_heads, Work& work);
 
 }  // namespace pagedkv

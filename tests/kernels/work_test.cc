@@ -50,9 +50,9 @@ TEST(PlanWork, EveryRowIsInOneItemOrInOneOfEveryRun) {
     EXPECT_EQ(cost, plan.work.total_cost);
     EXPECT_EQ(partials, plan.work.n_partials);
     for (int32_t row = 0; row < plan.starts.back(); ++row) {
-      const bool split = std::any_of(plan.work.merges.begin(), plan.work.merges.end(), [&](const kernels::MergeItem& merge) {
-        return row >= merge.row_begin && row < merge.row_end;
-      });
+      const bool split = std::any_of(
+          plan.work.merges.begin(), plan.work.merges.end(),
+          [&](const kernels::MergeItem& merge) { return row >= merge.row_begin && row < merge.row_end; });
       EXPECT_EQ(seen.count(std::pair(row, -1)), split ? 0u : 1u);
     }
     for (const kernels::MergeItem& merge : plan.work.merges) {

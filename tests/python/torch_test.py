@@ -89,6 +89,20 @@ def test_tensors_elsewhere_are_refused_by_their_place():
         pagedkv.attend(plan, 0, torch.empty(20, 2, 32, device="meta"))
 
 
+def test_tensors_whose_memory_is_not_their_values_are_refused_and_subclasses_are_read():
+    cache = pagedkv.Cache(num_kv_heads=2, head_dim=32, num_blocks=16)
+    plan, _, _ = a_step(cache)
+    q = torch.randn(20, 2, 32)
+    for wrong, error, text in ((torch._neg_view(q), ValueError, "resolve_neg"),
+                               (q.to_sparse(), TypeError, "q is a Tensor"),
+                               (torch.complex(q, q).conj(), TypeError, "complex64"),
+                               (torch.float32, TypeError, "q is a dtype")):
+        with pytest.raises(error, match=text):
+            pagedkv.attend(plan, 0, wrong)
+    subclass = type("Subclass", (torch.Tensor,), {})
+    assert torch.equal(torch.as_tensor(pagedkv.attend(plan, 0, q.as_subclass(subclass))), pagedkv.attend(plan, 0, q))
+
+
 # --- the operators -----------------------------------------------------------------------------------------------------
 
 
