@@ -41,8 +41,8 @@ struct ExchangeApi {
   uint32_t major_version, minor_version;
   const ExchangeApi* previous;
   void *allocate, *managed_from_object, *managed_to_object;
-  int (*view_object)(void* object,
-                     nb::dlpack::dltensor* out);  // 0, or a Python error is set; the view owns nothing
+  // Returns 0, or sets a Python error. The view owns nothing.
+  int (*view_object)(void* object, nb::dlpack::dltensor* out);
   void* current_stream;
 };
 
