@@ -199,8 +199,6 @@ nb::dict to_dict(const ArrayCounters& counters) {
   return out;
 }
 
-Framework framework_of(nb::handle array) { return array_type(array).framework; }
-
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::string out = "[";
   for (size_t i = 0; i < shape.size(); ++i)

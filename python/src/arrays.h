@@ -29,7 +29,6 @@ ArrayCounters& process_counters();  // of the functions that belong to no cache
 nb::dict to_dict(const ArrayCounters& counters);
 
 enum class Framework : uint8_t { kNumpy, kTorch, kMlx, kJax, kOther };
-Framework framework_of(nb::handle array);
 
 // Which extents are wanted; kAny: whatever comes.
 inline constexpr int64_t kAny = -1;

@@ -1,6 +1,11 @@
 // The parts of the module `_core`.
 #pragma once
 
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <span>
+
 #include "arrays.h"
 
 namespace pagedkv::python {
@@ -31,6 +36,9 @@ class Scratch {
 
 // How many parts pay: threads cost about as much as a few hundred thousand products.
 int parts_for(int64_t products);
+// The same for attention: query rows and lengths by sequence, products of one row with one key over all heads.
+int attention_parts(std::span<const int32_t> query_start_loc, std::span<const int32_t> seq_lens,
+                    int64_t products_a_key);
 
 // Window and scale as Python gives them. Errors: ValueError.
 float scale_of(nb::handle scale);              // None: 0, which is 1/sqrt(head_dim)

@@ -2,7 +2,6 @@
 
 #include <nanobind/stl/string.h>
 
-#include <atomic>
 #include <optional>
 
 #include "bindings.h"
@@ -72,12 +71,9 @@ void reshape_and_cache(nb::handle key, nb::handle value, nb::handle key_cache, n
   if (in.arrays.shape.num_kv_heads != k.num_heads())
     raise(invalid_argument("key has " + std::to_string(k.num_heads()) + " heads, key_cache " +
                            std::to_string(in.arrays.shape.num_kv_heads)));
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = write_slots(in.arrays, k.rows(), v.rows(), {slots.data(), size_t(slots.size())});
-  }
-  check(status);
+  check(without_gil([&] {
+    return write_slots(in.arrays, k.rows(), v.rows(), {slots.data(), size_t(slots.size())});
+  }));
 }
 
 // Tables of either form as vLLM's.
@@ -181,30 +177,17 @@ nb::object paged_attention(nb::handle query, nb::handle key_cache, nb::handle va
                             .scale = scale_of(scale),
                             .softcap = float(softcap),
                             .sinks = sink_logits ? sink_logits->data() : nullptr};
-  const auto run = [&]() -> Status {
+  check(without_gil([&]() -> Status {
     auto plan = BlockAttention::plan(in.arrays, tables.view, options);
     if (!plan.ok()) return plan.status();
-    int64_t products = 0;
-    for (int64_t s = 0; s < tables.view.n_sequences; ++s)
-      products +=
-          int64_t(tables.view.query_start_loc[s + 1] - tables.view.query_start_loc[s]) * tables.view.seq_lens[s];
-    const int parts = parts_for(products * heads * (head_dim + v_dim));
+    const size_t n_sequences = size_t(tables.view.n_sequences);
+    const int parts = attention_parts({tables.view.query_start_loc, n_sequences + 1},
+                                      {tables.view.seq_lens, n_sequences}, heads * (head_dim + v_dim));
     thread_local Scratch scratch;
     args.scratch = scratch.get(plan->scratch_bytes(parts).n);
-    std::atomic<bool> failed = false;
-    Status first;
-    run_parts(parts, [&](int part) {
-      if (Status status = plan->attend(args, {part, parts}); !status.ok() && !failed.exchange(true)) first = status;
-    });
-    if (!first.ok()) return first;
-    return plan->merge(args);
-  };
-  Status status;
-  {
-    const nb::gil_scoped_release release;
-    status = run();
-  }
-  check(status);
+    Status status = run_parts(parts, [&](int part) { return plan->attend(args, {part, parts}); });
+    return status.ok() ? plan->merge(args) : status;
+  }));
   nb::object made = result.finish();
   if (!return_lse) return made;
   return nb::make_tuple(made, float_array(q.array().framework(), std::move(lse), {n, heads}));

@@ -71,12 +71,7 @@ CachePtr make_cache(nb::handle groups, nb::handle num_layers, nb::handle num_kv_
                                  head_dim_v, num_q_heads, sliding_window, kv_quant)};
   }
   auto made = std::make_shared<PyCache>();
-  Result<std::unique_ptr<Cache>> cache = Status(Code::kInternal, "not made");
-  {
-    const nb::gil_scoped_release release;
-    cache = Cache::create(std::move(options));
-  }
-  made->cache = check(std::move(cache));
+  made->cache = check(without_gil([&] { return Cache::create(std::move(options)); }));
   const auto& specs = made->cache->options().groups;
   for (size_t g = 0; g < specs.size(); ++g)
     for (const int layer : specs[g].layers) {

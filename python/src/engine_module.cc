@@ -123,11 +123,7 @@ std::shared_ptr<Model> load(const std::string& path, const std::string& kv_quant
       }
     };
   auto model = std::make_shared<Model>();
-  Result<std::unique_ptr<engine::Engine>> engine = Status(Code::kInternal, "not loaded");
-  {
-    const nb::gil_scoped_release release;
-    engine = engine::Engine::load(options);
-  }
+  auto engine = without_gil([&] { return engine::Engine::load(options); });
   if (interrupted) throw nb::python_error();
   model->engine = check(std::move(engine));
   model->scheduler = check(engine::Scheduler::start(
@@ -159,12 +155,7 @@ Request submit(const std::shared_ptr<Model>& model, std::vector<int32_t> prompt,
                                         .ignore_end = ignore_end},
                              .n = n,
                              .name_space = std::move(name_space)};
-  Result<engine::RequestId> id = Status(Code::kInternal, "not submitted");
-  {
-    const nb::gil_scoped_release release;
-    id = model->scheduler->submit(std::move(asked), request.inbox);
-  }
-  request.id = check(std::move(id));
+  request.id = check(without_gil([&] { return model->scheduler->submit(std::move(asked), request.inbox); }));
   request.model = model;
   return request;
 }
@@ -219,17 +210,6 @@ nb::dict stats(const Model& model) {
   return out;
 }
 
-// The value of a Result that is computed without the GIL.
-template <class F>
-auto without_gil(const F& f) {
-  decltype(f()) result = Status(Code::kInternal, "not run");
-  {
-    const nb::gil_scoped_release release;
-    result = f();
-  }
-  return check(std::move(result));
-}
-
 std::vector<engine::ChatMessage> messages_of(nb::handle messages) {
   std::vector<engine::ChatMessage> out;
   for (const nb::handle item : nb::borrow(messages)) {
@@ -266,7 +246,8 @@ NB_MODULE(_engine, m) {
       .def(
           "tokenize",
           [](const Model& model, const std::string& text, bool add_special, bool parse_special) {
-            return without_gil([&] { return model.engine->text().tokenize(text, add_special, parse_special); });
+            return check(
+                without_gil([&] { return model.engine->text().tokenize(text, add_special, parse_special); }));
           },
           nb::arg("text"), nb::arg("add_special"), nb::arg("parse_special"))
       .def(
@@ -287,7 +268,7 @@ NB_MODULE(_engine, m) {
           "tokenize_chat",
           [](const Model& model, nb::handle messages) {
             const std::vector<engine::ChatMessage> read = messages_of(messages);
-            return without_gil([&] { return model.engine->text().tokenize_chat(read); });
+            return check(without_gil([&] { return model.engine->text().tokenize_chat(read); }));
           },
           nb::arg("messages"))
       .def("default_system", [](const Model& model) { return model.engine->text().default_system(); })

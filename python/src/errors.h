@@ -28,6 +28,13 @@ T check(Result<T> result) {
   return std::move(result).value();
 }
 
+// What f returns, computed without the GIL: f touches nothing of Python. Requires: the GIL.
+template <class F>
+auto without_gil(const F& f) {
+  const nb::gil_scoped_release release;
+  return f();
+}
+
 // Hands notices that came in meanwhile to `warnings.warn`. The sink itself only keeps them: it may run on any
 // thread, without the GIL and inside our locks. Requires: the GIL.
 void warn_of_notices();

@@ -51,12 +51,9 @@ nb::tuple quantize(nb::handle x, const std::string& mode) {
     const FloatsIn in(x, "x", extents, process_counters());
     const int64_t head_dim = in.array().extent(rank - 1);
     if (head_dim < 1) raise(invalid_argument("x has rows of 0 values"));
-    Result<QuantizedRows> rows = Status(Code::kInternal, "not run");
-    {
-      const nb::gil_scoped_release release;
-      rows = quantize_symmetric({in.data(), size_t(in.array().size())}, head_dim, format);
-    }
-    QuantizedRows made = check(std::move(rows));
+    QuantizedRows made = check(without_gil([&] {
+      return quantize_symmetric({in.data(), size_t(in.array().size())}, head_dim, format);
+    }));
     std::vector<int64_t> shape = leading(in.array(), rank), scale_shape = shape;
     shape.push_back(row_bytes(format, head_dim).n);
     scale_shape.push_back(1);
@@ -100,12 +97,8 @@ nb::object dequantize(nb::handle codes, nb::handle scales, int64_t head_dim, con
     });
     const auto* bytes = static_cast<const std::byte*>(in.data());
     rows.codes.assign(bytes, bytes + in.size());
-    Result<std::vector<float>> decoded = Status(Code::kInternal, "not run");
-    {
-      const nb::gil_scoped_release release;
-      decoded = dequantize_symmetric(rows, head_dim, format);
-    }
-    const std::vector<float> values = check(std::move(decoded));
+    const std::vector<float> values =
+        check(without_gil([&] { return dequantize_symmetric(rows, head_dim, format); }));
     auto out = std::unique_ptr<float[]>(new float[values.size() + 1]);
     std::memcpy(out.get(), values.data(), values.size() * sizeof(float));
     shape.push_back(head_dim);

@@ -3,7 +3,6 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <span>
@@ -112,14 +111,9 @@ void append(PyPlan& plan, int layer, nb::handle k, nb::handle v) {
   check(locked(cache, [&]() -> Status {
     if (Status status = plan.usable(); !status.ok() || n == 0) return status;
     const int parts = parts_for(work);
-    std::atomic<bool> failed = false;
-    Status first;
-    run_parts(parts, [&](int part) {
-      if (Status status = cache.cache->append(*plan.plan, layer, keys.rows(), values.rows(), {part, parts});
-          !status.ok() && !failed.exchange(true))
-        first = status;
+    return run_parts(parts, [&](int part) {
+      return cache.cache->append(*plan.plan, layer, keys.rows(), values.rows(), {part, parts});
     });
-    return first;
   }));
 }
 
@@ -149,19 +143,11 @@ nb::object attend(PyPlan& plan, int layer, nb::handle q, nb::handle out, nb::han
                     .softcap = float(softcap),
                     .sliding_window = window,
                     .sinks = sink_logits ? sink_logits->data() : nullptr};
-    int64_t products = 0;
-    const auto lengths = step.seq_lens(), starts = step.query_start_loc();
-    for (size_t s = 0; s < lengths.size(); ++s) products += int64_t(starts[s + 1] - starts[s]) * lengths[s];
-    const int parts = parts_for(products * heads * (group.shape.head_dim_k + group.shape.head_dim_v));
+    const int parts = attention_parts(step.query_start_loc(), step.seq_lens(),
+                                      heads * (group.shape.head_dim_k + group.shape.head_dim_v));
     args.scratch = cache.scratch.get(cache.cache->scratch_bytes(step, parts).n);
-    std::atomic<bool> failed = false;
-    Status first;
-    run_parts(parts, [&](int part) {
-      if (Status status = cache.cache->attend(args, {part, parts}); !status.ok() && !failed.exchange(true))
-        first = status;
-    });
-    if (!first.ok()) return first;
-    return cache.cache->merge(args);
+    Status status = run_parts(parts, [&](int part) { return cache.cache->attend(args, {part, parts}); });
+    return status.ok() ? cache.cache->merge(args) : status;
   }));
   nb::object made = result.finish();
   if (!return_lse) return made;
@@ -267,6 +253,14 @@ int parts_for(int64_t products) {
   constexpr int64_t kWorthAThread = 1 << 20;  // about 30 us, twice what waking one costs
   const int64_t most = products / kWorthAThread;
   return most <= 1 ? 1 : int(std::min<int64_t>(most, num_threads()));
+}
+
+int attention_parts(std::span<const int32_t> query_start_loc, std::span<const int32_t> seq_lens,
+                    int64_t products_a_key) {
+  int64_t pairs = 0;
+  for (size_t s = 0; s < seq_lens.size(); ++s)
+    pairs += int64_t(query_start_loc[s + 1] - query_start_loc[s]) * seq_lens[s];
+  return parts_for(pairs * products_a_key);
 }
 
 float scale_of(nb::handle scale) {

@@ -110,8 +110,8 @@ struct Team {
       Job& job = *static_cast<Job*>(data);
       for (int part; (part = job.next++) < job.n_parts;) job.fn(part);
     };
-    parallel(work, &job, 0,
-             0);  // all of it, as its owner does: a team of another size would be made anew each time
+    // All of it, as its owner does: a team of another size would be made anew each time.
+    parallel(work, &job, 0, 0);
   }
 };
 
@@ -146,19 +146,24 @@ int num_threads() {
 
 void set_num_threads(int n) { wanted = n; }
 
-void run_parts(int n_parts, const std::function<void(int)>& fn) {
+Status run_parts(int n_parts, const std::function<Status(int)>& fn) {
+  std::atomic<bool> failed = false;
+  Status first;
+  const auto run = [&](int part) {
+    if (Status status = fn(part); !status.ok() && !failed.exchange(true)) first = status;
+  };
   std::unique_lock lock(shared->in_use, std::defer_lock);
-  if (n_parts > 1 && lock.try_lock()) {
-    if (const auto framework = team(); framework && framework->max_threads() >= n_parts) {
-      framework->run(n_parts, fn);
-      return;
-    }
-    if (!shared->pool || shared->pool->n_workers() < n_parts - 1)
-      shared->pool = std::make_unique<Pool>(n_parts - 1);
-    shared->pool->run(n_parts, fn);
-    return;
+  if (n_parts <= 1 || !lock.try_lock()) {
+    for (int part = 0; part < n_parts; ++part) run(part);
+    return first;
   }
-  for (int part = 0; part < n_parts; ++part) fn(part);
+  if (const auto framework = team(); framework && framework->max_threads() >= n_parts) {
+    framework->run(n_parts, run);
+    return first;
+  }
+  if (!shared->pool || shared->pool->n_workers() < n_parts - 1) shared->pool = std::make_unique<Pool>(n_parts - 1);
+  shared->pool->run(n_parts, run);
+  return first;
 }
 
 }  // namespace pagedkv::python

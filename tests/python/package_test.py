@@ -4,16 +4,15 @@ import importlib.metadata
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
 import pagedkv
+import process
 
 
 def python(code, **kwargs):
-    return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, **kwargs)
+    return process.python(code, "-W", "error", **kwargs)
 
 
 def test_importing_it_imports_no_framework():

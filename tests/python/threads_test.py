@@ -1,8 +1,5 @@
 """Threads at one cache: right results or a clear error, never a crash."""
 
-import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -10,6 +7,7 @@ import numpy as np
 
 import oracle
 import pagedkv
+import process
 
 
 def rows(*shape, seed=0):
@@ -166,5 +164,5 @@ if pid == 0:
 assert os.waitpid(pid, 0)[1] == 0
 print("both")
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ)
+    out = process.python(code)
     assert out.stdout == "both\n", out.stderr

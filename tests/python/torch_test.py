@@ -1,9 +1,5 @@
 """Tensors at the border, torch's threads, and the operators under torch.compile."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -12,6 +8,7 @@ torch = pytest.importorskip("torch")
 import oracle  # noqa: E402
 import pagedkv  # noqa: E402
 import pagedkv.torch  # noqa: E402
+import process  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -190,5 +187,5 @@ if pid == 0:
 assert os.waitpid(pid, 0)[1] == 0
 print("both")
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ)
+    out = process.python(code)
     assert out.stdout == "both\n", out.stderr
