@@ -134,6 +134,7 @@ class ScriptedModel : public StepModel {
         seconds += options_.stall_seconds;
       logits_[i * kScriptedVocabulary + static_cast<size_t>(next(stored))] = 10;
     }
+    held_.wait(true);
     for (double left = seconds; left > 0 && !hurry; left -= 0.01)
       std::this_thread::sleep_for(std::chrono::duration<double>(std::min(left, 0.01)));
     out.logits = logits_;
@@ -171,6 +172,13 @@ class ScriptedModel : public StepModel {
     return text;
   }
 
+  // No step ends until `release`: what a test submits meanwhile is there at one moment, however slow its thread is.
+  void hold() { held_ = true; }
+  void release() {
+    held_ = false;
+    held_.notify_all();
+  }
+
   std::atomic<int64_t> steps{0}, tokens{0}, largest_step{0};
   std::atomic<bool> hurry{false};  // no more waiting
 
@@ -187,6 +195,7 @@ class ScriptedModel : public StepModel {
   }
 
   const ScriptedOptions options_;
+  std::atomic<bool> held_{false};
   std::unique_ptr<Cache> cache_;
   ScriptedText text_;
   std::vector<float> logits_;
