@@ -284,13 +284,11 @@ class Clients(unittest.TestCase):
             for _ in range(3):
                 sock.recv(4096)
             sock.close()
-            started = time.time()
-            server.idle(2)
-            self.assertLess(time.time() - started, 1.5)
+            server.idle(5)  # the answer itself would take 10 s
             sock = stream_socket(server, {**user("loop:abc"), "max_tokens": 2000, "stream": False})
-            time.sleep(0.2)
+            server.until(lambda s: s["scheduler"]["running"] == 1)
             sock.close()
-            server.idle(2)
+            server.idle(5)
             self.assertEqual(server.stats()["scheduler"]["cancelled"], 2)
 
     def test_choices_stop_with_their_client(self):  # O-CONC-04
@@ -299,10 +297,10 @@ class Clients(unittest.TestCase):
             sock.recv(4096)
             sock.recv(4096)
             sock.close()
-            server.idle(2)
+            server.idle(4)  # the answers would take 5 s
 
     def test_a_full_queue_is_429_at_once(self):  # O-CONC-06
-        with Served(max_num_seqs=1, max_queue=4, step_ms=30) as server:
+        with Served(max_num_seqs=1, max_queue=4, step_ms=200) as server:
             results = []
 
             def ask(i):
@@ -323,7 +321,7 @@ class Clients(unittest.TestCase):
                 self.assertEqual(status, 429)
                 self.assertIn("Retry-After", headers)
                 self.assertIn("max_queue", answer["error"]["message"])
-                self.assertLess(took, 0.5)
+                self.assertLess(took, 0.8)  # an answer takes 1 s
 
     def test_a_reader_that_never_reads_costs_little_and_hurts_nobody(self):  # O-CONC-08
         with Served(context=100000, num_blocks=8192, step_ms=1) as server:
@@ -347,11 +345,8 @@ class Clients(unittest.TestCase):
 
     @staticmethod
     def slow_readers(server):
-        """How many were cut off, after up to 10 seconds in which one may be."""
-        until = time.time() + 10
-        while server.stats()["http"]["slow_readers"] == 0 and time.time() < until:
-            time.sleep(0.05)
-        return server.stats()["http"]["slow_readers"]
+        """How many were cut off, once one was."""
+        return server.until(lambda s: s["http"]["slow_readers"] > 0)["http"]["slow_readers"]
 
     def test_a_thousand_streams_that_wait_cost_little(self):
         with Served(max_num_seqs=1, max_queue=2000, step_ms=20, context=4096) as server:
@@ -359,10 +354,7 @@ class Clients(unittest.TestCase):
             running.recv(4096)
             before = server.rss()
             waiting = [stream_socket(server, {**user(f"say:{i}"), "max_tokens": 100}) for i in range(1000)]
-            until = time.time() + 20
-            while server.stats()["scheduler"]["waiting"] < 1000 and time.time() < until:
-                time.sleep(0.05)
-            self.assertEqual(server.stats()["scheduler"]["waiting"], 1000)
+            server.until(lambda s: s["scheduler"]["waiting"] == 1000)
             if "PAGEDKV_SANITIZED" not in os.environ:
                 self.assertLess((server.rss() - before) / 1000, 64 << 10)
             began = time.time()
@@ -381,9 +373,8 @@ class Clients(unittest.TestCase):
             for s in slow[10:]:
                 s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
             self.assertEqual(server.chat("say:ok")[0], 200)
-            time.sleep(1.6)
             for s in slow:
-                s.settimeout(2)
+                s.settimeout(10)
                 try:
                     while s.recv(4096):
                         pass
@@ -460,10 +451,11 @@ class Operation(unittest.TestCase):
             self.assertLess(time.time() - started, 0.5)
 
     def test_a_stall_is_told_and_it_recovers(self):  # O-MET-07
-        with Served(stall_seconds=3, stall_timeout=1) as server:
+        with Served(stall_seconds=5, stall_timeout=1) as server:
             thread = threading.Thread(target=server.chat, args=("stall: say:x",))
             thread.start()
-            time.sleep(1.6)
+            while server.get("/health")[0] == 200 and thread.is_alive():
+                time.sleep(0.05)
             status, answer = server.get("/health")
             self.assertEqual((status, answer["status"]), (503, "stalled"))
             age = [line for line in server.get("/metrics")[1].splitlines() if line.startswith("pagedkv_step_age")][0]
@@ -476,7 +468,7 @@ class Operation(unittest.TestCase):
             answers = []
             thread = threading.Thread(target=lambda: answers.append(server.chat("loop:ab", max_tokens=100)))
             thread.start()
-            time.sleep(0.2)
+            server.until(lambda s: s["scheduler"]["running"] == 1)
             self.assertEqual(server.stop(10), 0)
             thread.join()
             self.assertEqual(answers[0][1]["usage"]["completion_tokens"], 100)
@@ -486,8 +478,8 @@ class Operation(unittest.TestCase):
             sock = stream_socket(server, {**user("loop:ab"), "max_tokens": 3000})
             sock.recv(4096)
             started = time.time()
-            self.assertEqual(server.stop(10), 0)
-            self.assertLess(time.time() - started, 3)
+            self.assertEqual(server.stop(20), 0)
+            self.assertLess(time.time() - started, 8)  # the answer would take 15 s
             data = b""
             while True:
                 piece = sock.recv(65536)
@@ -503,10 +495,8 @@ class Operation(unittest.TestCase):
             sock.recv(4096)
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
-            started = time.time()
             server.process.send_signal(signal.SIGTERM)
-            server.process.wait(5)
-            self.assertLess(time.time() - started, 1)
+            server.process.wait(8)  # the answer would take 15 s
 
     def test_keys(self):
         with Served(key="secret-key") as server:

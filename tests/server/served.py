@@ -86,17 +86,22 @@ class Served:
     def stats(self):
         return self.get("/stats")[1]
 
+    def until(self, holds, seconds=20):
+        """Stats once `holds` of them."""
+        end = time.time() + seconds
+        while not holds(stats := self.stats()):
+            if time.time() > end:
+                raise AssertionError(f"not within {seconds} s: {stats}")
+            time.sleep(0.02)
+        return stats
+
     def idle(self, seconds=10):
         """Stats once nothing runs or waits and no block is held."""
-        until = time.time() + seconds
-        while time.time() < until:
-            s = self.stats()
+        def nothing_held(s):
             c = s["cache"]
-            if (s["scheduler"]["running"] == s["scheduler"]["waiting"] == 0
-                    and c["blocks_open"] + c["blocks_full"] + c["blocks_shared"] == 0):
-                return s
-            time.sleep(0.02)
-        raise AssertionError(f"not idle: {self.stats()}")
+            return (s["scheduler"]["running"] == s["scheduler"]["waiting"] == 0
+                    and c["blocks_open"] + c["blocks_full"] + c["blocks_shared"] == 0)
+        return self.until(nothing_held, seconds)
 
     def rss(self):
         with open(f"/proc/{self.process.pid}/statm", encoding="ascii") as f:
