@@ -81,7 +81,7 @@ def main(arguments):
 
     # Saved as it is stored, and warm again in another process.
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "conversation.kv")
+        path = os.path.join(folder, "conversation.safetensors")
         identity = pagedkv.hf.fingerprint(model)
         cache = PagedCache(model.config, kv_quant="q8", fingerprint=identity)
         half = generate(model, ids, cache, 20)

@@ -3,8 +3,8 @@
 Models are tiny and random; their weights are large, so that a wrong key changes the text. Text is compared in f32.
 """
 
+import contextlib
 import copy
-import hashlib
 import json
 import os
 import pathlib
@@ -22,6 +22,8 @@ transformers = pytest.importorskip("transformers")
 
 import pagedkv
 import pagedkv.hf as hf
+from pagedkv import _safetensors
+from saved_file import rewrite
 from transformers import DynamicCache
 
 torch.set_num_threads(2)
@@ -879,6 +881,17 @@ def test_saving_is_of_stored_bytes_and_all_of_them(llama, tmp_path):
         (tmp_path / "b.kv").replace(tmp_path / "a.kv")
 
 
+def test_any_reader_of_safetensors_reads_the_file(saved):
+    safetensors = pytest.importorskip("safetensors")
+    _, path, cache, _ = saved("gemma3", "q8:q4")
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "pagedkv.hf"
+        assert len(file.keys()) == 2 * len(cache.layers) * 4
+        found = [file.get_tensor(name) for name in ("1.2.keys", "1.2.values", "1.2.values.scales", "0.0.keys")]
+    assert [t.dtype for t in found] == [torch.int8, torch.uint8, torch.float32, torch.int8]
+    assert [tuple(t.shape) for t in found] == [(5, 2, 16), (5, 2, 8), (5, 2, 1), (WINDOW - 1, 2, 16)]
+
+
 def test_text_goes_on_after_loading(models, tmp_path):
     model, ids = models("gemma3"), tokens(1, 19)
     expected = say(model, "sdpa", ids, dynamic(model), n=30)
@@ -898,17 +911,6 @@ def test_a_long_text_is_loaded_piece_by_piece(models, tmp_path):
     loaded = hf.PagedCache.load(tmp_path / "long.kv", model.config, num_blocks=400, dynamic=False)
     assert loaded.get_seq_length() == 1300
     assert torch.equal(logits(model, hf.NAME, loaded, tokens(1, 9)), logits(model, hf.NAME, cache, tokens(1, 9)))
-
-
-def rewrite(path, change):
-    """Changes the header and puts the hash right again: a file that only its contents give away."""
-    data = path.read_bytes()
-    magic, version, size = struct.unpack_from("<8sIQ", data)
-    header = json.loads(data[20:20 + size])
-    change(header)
-    text = json.dumps(header).encode()
-    body = struct.pack("<8sIQ", magic, version, len(text)) + text + data[20 + size:-32]
-    path.write_bytes(body + hashlib.sha256(body).digest())
 
 
 def test_a_damaged_or_short_file_is_refused_wherever_it_is(saved):
@@ -946,7 +948,7 @@ def test_sizes_that_a_file_claims_are_not_believed(saved, columns, skipped):
     model, path, *_ = saved()
 
     def claim(header):
-        header["columns"], header["skipped"] = columns, skipped
+        header["__metadata__"].update(columns=json.dumps(columns), skipped=json.dumps(skipped))
 
     rewrite(path, claim)
     tracemalloc.start()
@@ -961,7 +963,7 @@ def test_a_header_size_that_a_file_claims_is_not_believed(tmp_path, llama):
     # O-PERS-04
     path = tmp_path / "rows.kv"
     for size in (2**32 - 1, 2**63, 181):
-        path.write_bytes(struct.pack("<8sIQ", b"PAGEDKVH", 1, size) + b"{" * 180)
+        path.write_bytes(struct.pack("<Q", size) + b"{" * 180)
         with pytest.raises(ValueError, match="header"):
             hf.PagedCache.load(path, llama.config)
 
@@ -969,9 +971,8 @@ def test_a_header_size_that_a_file_claims_is_not_believed(tmp_path, llama):
 def test_another_version_is_refused_with_both_numbers(saved):
     # O-PERS-07
     model, path, *_ = saved()
-    data = path.read_bytes()
-    for version in (0, 2):
-        path.write_bytes(data[:8] + struct.pack("<I", version) + data[12:])
+    for version in ("0", "2"):
+        rewrite(path, lambda header: header["__metadata__"].update(version=version))
         with pytest.raises(ValueError, match=f"version {version}, this build reads 1"):
             hf.PagedCache.load(path, model.config)
 
@@ -980,29 +981,40 @@ class Stop(BaseException):
     pass
 
 
-@pytest.mark.parametrize("at", ["0", "1", "header", "half", "all but 1", "fsync", "replace"])
+@pytest.mark.parametrize("at", ["0", "1", "header", "half", "all but 1", "digest", "fsync", "replace"])
 def test_saving_over_a_file_leaves_the_old_or_the_new_one(saved, monkeypatch, at):
     # O-PERS-09, O-PERS-10
     model, path, cache, go_on = saved()
-    old = path.read_bytes()
     go_on(cache)
-    body = len(old) - 32
-    limit = {"0": 0, "1": 1, "header": 600, "half": body // 2, "all but 1": body - 1}.get(at, 1 << 30)
+    cache.save(path)
+    old = path.read_bytes()
+    limit = {"0": 0, "1": 1, "header": 600, "half": len(old) // 2, "all but 1": len(old) - 1,
+             "digest": len(old) + 100}.get(at, 1 << 30)
 
     def fail(*args):
         raise Stop
 
-    write = hf.saved._HashedFile.write
+    class Limited:
+        """A file that stops in the middle of a write. The header is written once more at the end, with its digest."""
 
-    def write_some(self, data):
-        data = memoryview(data).cast("B")
-        self.room = getattr(self, "room", limit)
-        write(self, data[:self.room])
-        if len(data) > self.room:
-            raise Stop
-        self.room -= len(data)
+        def __init__(self, file):
+            self.file, self.seek, self.room = file, file.seek, limit
 
-    monkeypatch.setattr(hf.saved._HashedFile, "write", write_some)
+        def write(self, data):
+            data = memoryview(data).cast("B")
+            self.file.write(data[:self.room])
+            if len(data) > self.room:
+                raise Stop
+            self.room -= len(data)
+
+    whole_file = _safetensors.whole_file
+
+    @contextlib.contextmanager
+    def limited(path):
+        with whole_file(path) as file:
+            yield Limited(file)
+
+    monkeypatch.setattr(_safetensors, "whole_file", limited)
     if at in ("fsync", "replace"):
         monkeypatch.setattr(os, at, fail)
     with pytest.raises(Stop):

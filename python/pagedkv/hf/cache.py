@@ -593,7 +593,7 @@ class PagedCache(Cache):
     # --- files -----------------------------------------------------------------------------------------------------
 
     def save(self, path):
-        """Writes the rows to one file, bytes and scales as they are stored: nothing is quantized again.
+        """Writes the rows to a safetensors file, codes and scales as they are stored: nothing is quantized again.
 
         A sliding layer saves what its window still needs. The file is written beside `path` and takes its place when
         it is whole, so that a crash or a full disk leaves the old file. Only the owner may read it: it has the text in
