@@ -647,6 +647,27 @@ Result<RequestId> Scheduler::submit(ServeRequest request, std::shared_ptr<Reques
 }
 void Scheduler::cancel(RequestId request) { impl_->cancel(request); }
 void Scheduler::stop() { impl_->stop(); }
+std::vector<std::pair<const char*, int64_t>> named_counts(const SchedulerStats& s) {
+  return {{"running", s.running},
+          {"waiting", s.waiting},
+          {"requests", s.requests},
+          {"refused", s.refused},
+          {"finished_stop", s.finished_stop},
+          {"finished_length", s.finished_length},
+          {"cancelled", s.cancelled},
+          {"failed", s.failed},
+          {"preemptions", s.preemptions},
+          {"prompt_tokens_computed", s.prompt_tokens_computed},
+          {"prompt_tokens_cached", s.prompt_tokens_cached},
+          {"generated_tokens", s.generated_tokens},
+          {"steps", s.steps}};
+}
+
+std::vector<std::pair<const char*, double>> named_seconds(const SchedulerStats& s) {
+  return {
+      {"busy_seconds", s.busy_seconds}, {"model_seconds", s.model_seconds}, {"seconds_in_step", s.seconds_in_step}};
+}
+
 SchedulerStats Scheduler::stats(bool with_blocks) const { return impl_->stats(with_blocks); }
 Status Scheduler::health() const {
   const std::lock_guard lock(impl_->mutex);

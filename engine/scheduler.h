@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/answer.h"
@@ -105,6 +106,10 @@ struct SchedulerStats {
   double seconds_in_step = 0;  // of the step that runs now; 0: none
   Histogram first_token_seconds, between_tokens_seconds, request_seconds;
 };
+
+// The scheduler's own figures by name, as the server's /stats and LLM.stats() of Python have them.
+std::vector<std::pair<const char*, int64_t>> named_counts(const SchedulerStats& stats);
+std::vector<std::pair<const char*, double>> named_seconds(const SchedulerStats& stats);
 
 class Scheduler {
  public:

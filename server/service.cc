@@ -493,36 +493,22 @@ void Service::stats(const std::shared_ptr<Exchange>& exchange) {
   const bool with_blocks = query == "blocks=1" || query.starts_with("blocks=1&");
   const engine::SchedulerStats s = scheduler_->stats(with_blocks);
   const HttpFigures http = http_->figures();
-  OrderedJson out = {{"model", options_.model_names.front()},
-                     {"context", limits_.context.n},
-                     {"block_size", model_->cache().options().block_size.n},
-                     {"kv_quant", kv_quant_},
-                     {"isa", isa_},
-                     {"cache", OrderedJson::parse(to_json(s.cache))},
-                     {"scheduler",
-                      {{"running", s.running},
-                       {"waiting", s.waiting},
-                       {"max_num_seqs", options_.scheduler.max_num_seqs},
-                       {"max_queue", options_.scheduler.max_queue},
-                       {"requests", s.requests},
-                       {"refused", s.refused},
-                       {"finished_stop", s.finished_stop},
-                       {"finished_length", s.finished_length},
-                       {"cancelled", s.cancelled},
-                       {"failed", s.failed},
-                       {"preemptions", s.preemptions},
-                       {"prompt_tokens_computed", s.prompt_tokens_computed},
-                       {"prompt_tokens_cached", s.prompt_tokens_cached},
-                       {"generated_tokens", s.generated_tokens},
-                       {"steps", s.steps},
-                       {"busy_seconds", s.busy_seconds},
-                       {"model_seconds", s.model_seconds},
-                       {"seconds_in_step", s.seconds_in_step}}},
-                     {"http",
-                      {{"connections", http.connections},
-                       {"bad_requests", http.bad_requests},
-                       {"gone", http.gone},
-                       {"slow_readers", http.slow_readers}}}};
+  OrderedJson out = {
+      {"model", options_.model_names.front()},
+      {"context", limits_.context.n},
+      {"block_size", model_->cache().options().block_size.n},
+      {"kv_quant", kv_quant_},
+      {"isa", isa_},
+      {"cache", OrderedJson::parse(to_json(s.cache))},
+      {"scheduler",
+       {{"max_num_seqs", options_.scheduler.max_num_seqs}, {"max_queue", options_.scheduler.max_queue}}},
+      {"http",
+       {{"connections", http.connections},
+        {"bad_requests", http.bad_requests},
+        {"gone", http.gone},
+        {"slow_readers", http.slow_readers}}}};
+  for (const auto& [name, value] : engine::named_counts(s)) out["scheduler"][name] = value;
+  for (const auto& [name, value] : engine::named_seconds(s)) out["scheduler"][name] = value;
   {
     const std::lock_guard lock(mutex_);
     out["recent"] = recent_;

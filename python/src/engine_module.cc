@@ -191,22 +191,8 @@ nb::dict stats(const Model& model) {
   const engine::SchedulerStats s = model.scheduler->stats();
   nb::dict out;
   out["cache"] = nb::module_::import_("json").attr("loads")(to_json(s.cache));
-  const std::pair<const char*, int64_t> counts[] = {{"running", s.running},
-                                                    {"waiting", s.waiting},
-                                                    {"requests", s.requests},
-                                                    {"refused", s.refused},
-                                                    {"finished_stop", s.finished_stop},
-                                                    {"finished_length", s.finished_length},
-                                                    {"cancelled", s.cancelled},
-                                                    {"failed", s.failed},
-                                                    {"preemptions", s.preemptions},
-                                                    {"prompt_tokens_computed", s.prompt_tokens_computed},
-                                                    {"prompt_tokens_cached", s.prompt_tokens_cached},
-                                                    {"generated_tokens", s.generated_tokens},
-                                                    {"steps", s.steps}};
-  for (const auto& [name, value] : counts) out[name] = value;
-  out["busy_seconds"] = s.busy_seconds;
-  out["model_seconds"] = s.model_seconds;
+  for (const auto& [name, value] : engine::named_counts(s)) out[name] = value;
+  for (const auto& [name, value] : engine::named_seconds(s)) out[name] = value;
   return out;
 }
 
