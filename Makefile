@@ -37,14 +37,14 @@ bench-serve:    ## the server, and llama-cpp-python's in turn with it, under the
 	@tools/setup --peer
 	@tools/bench-serve
 
-bench-python:   ## transformers' generate() with pagedkv beside its own caches, and what a call from Python costs; 20 minutes
+bench-python:   ## transformers' generate() with pagedkv beside its own caches, and what a call from Python costs; 25 minutes
 	@tools/build release
 	@tools/setup --package-all
 	@mkdir -p build/bench
 	@PYTHONPATH=build/release/python "$$(tools/setup --package-all-python)" bench/python/call_overhead.py \
 	  >build/bench/python-calls.json
-	@for options in "" "--linear onednn" "--intermediate 1024 --vocab 4096" "--batch 8 --rounds 5" \
-	  "--batch 8 --rounds 5 --linear onednn"; do \
+	@for options in "" "--linear onednn" "--intermediate 1024 --vocab 4096" "--context 16384 --rounds 5" \
+	  "--batch 8 --rounds 5" "--batch 8 --rounds 5 --linear onednn"; do \
 	  echo "generate $$options" >&2; \
 	  PYTHONPATH=build/release/python "$$(tools/setup --package-all-python)" bench/python/transformers_generate.py \
 	    $$options >"build/bench/python-generate$$(echo $$options | tr -d ' ').json" || exit 1; \
