@@ -647,6 +647,18 @@ Result<RequestId> Scheduler::submit(ServeRequest request, std::shared_ptr<Reques
 }
 void Scheduler::cancel(RequestId request) { impl_->cancel(request); }
 void Scheduler::stop() { impl_->stop(); }
+SchedulerStats Scheduler::stats(bool with_blocks) const { return impl_->stats(with_blocks); }
+Status Scheduler::health() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->dead;
+}
+int64_t Scheduler::open_requests() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->open_requests;
+}
+const SchedulerOptions& Scheduler::options() const { return impl_->options; }
+int64_t Scheduler::max_choices() const { return impl_->max_choices(); }
+
 std::vector<std::pair<const char*, int64_t>> named_counts(const SchedulerStats& s) {
   return {{"running", s.running},
           {"waiting", s.waiting},
@@ -667,17 +679,5 @@ std::vector<std::pair<const char*, double>> named_seconds(const SchedulerStats& 
   return {
       {"busy_seconds", s.busy_seconds}, {"model_seconds", s.model_seconds}, {"seconds_in_step", s.seconds_in_step}};
 }
-
-SchedulerStats Scheduler::stats(bool with_blocks) const { return impl_->stats(with_blocks); }
-Status Scheduler::health() const {
-  const std::lock_guard lock(impl_->mutex);
-  return impl_->dead;
-}
-int64_t Scheduler::open_requests() const {
-  const std::lock_guard lock(impl_->mutex);
-  return impl_->open_requests;
-}
-const SchedulerOptions& Scheduler::options() const { return impl_->options; }
-int64_t Scheduler::max_choices() const { return impl_->max_choices(); }
 
 }  // namespace pagedkv::engine

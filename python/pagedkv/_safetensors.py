@@ -6,6 +6,7 @@ rows, made with zeros in the digest's own place. Written and read piece by piece
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable
@@ -129,15 +130,13 @@ class File:
             tensor = Tensor(entry["dtype"], tuple(entry["shape"]))
             if not tensor.shape or any(type(n) is not int or n < 0 for n in tensor.shape):
                 raise ValueError(f"{name} has shape {entry['shape']}")
-            self.tensors[name], self._starts[name], begin = tensor, end, end
-            end += _bytes_of(tensor)
-            if entry["data_offsets"] != [begin - start, end - start]:
-                raise ValueError(f"{name} is at {entry['data_offsets']}, expected {[begin - start, end - start]}")
+            self.tensors[name], self._starts[name] = tensor, end
+            expected = [end - start, end - start + _bytes_of(tensor)]
+            if entry["data_offsets"] != expected:
+                raise ValueError(f"{name} is at {entry['data_offsets']}, expected {expected}")
+            end = start + expected[1]
         return end
 
 
 def _bytes_of(tensor):
-    n = np.dtype(_TYPES[tensor.dtype]).itemsize
-    for axis in tensor.shape:
-        n *= axis
-    return n
+    return np.dtype(_TYPES[tensor.dtype]).itemsize * math.prod(tensor.shape)

@@ -284,11 +284,13 @@ class Clients(unittest.TestCase):
             for _ in range(3):
                 sock.recv(4096)
             sock.close()
-            server.idle(5)  # the answer itself would take 10 s
+            started = time.time()
+            server.idle(2)
+            self.assertLess(time.time() - started, 1.5)
             sock = stream_socket(server, {**user("loop:abc"), "max_tokens": 2000, "stream": False})
             server.until(lambda s: s["scheduler"]["running"] == 1)
             sock.close()
-            server.idle(5)
+            server.idle(2)
             self.assertEqual(server.stats()["scheduler"]["cancelled"], 2)
 
     def test_choices_stop_with_their_client(self):  # O-CONC-04
@@ -297,7 +299,7 @@ class Clients(unittest.TestCase):
             sock.recv(4096)
             sock.recv(4096)
             sock.close()
-            server.idle(4)  # the answers would take 5 s
+            server.idle(2)
 
     def test_a_full_queue_is_429_at_once(self):  # O-CONC-06
         with Served(max_num_seqs=1, max_queue=4, step_ms=200) as server:
@@ -321,7 +323,7 @@ class Clients(unittest.TestCase):
                 self.assertEqual(status, 429)
                 self.assertIn("Retry-After", headers)
                 self.assertIn("max_queue", answer["error"]["message"])
-                self.assertLess(took, 0.8)  # an answer takes 1 s
+                self.assertLess(took, 0.5)
 
     def test_a_reader_that_never_reads_costs_little_and_hurts_nobody(self):  # O-CONC-08
         with Served(context=100000, num_blocks=8192, step_ms=1) as server:
@@ -345,8 +347,8 @@ class Clients(unittest.TestCase):
 
     @staticmethod
     def slow_readers(server):
-        """How many were cut off, once one was."""
-        return server.until(lambda s: s["http"]["slow_readers"] > 0)["http"]["slow_readers"]
+        """How many were cut off, once one was, in up to 10 seconds."""
+        return server.until(lambda s: s["http"]["slow_readers"] > 0, 10)["http"]["slow_readers"]
 
     def test_a_thousand_streams_that_wait_cost_little(self):
         with Served(max_num_seqs=1, max_queue=2000, step_ms=20, context=4096) as server:
@@ -373,8 +375,9 @@ class Clients(unittest.TestCase):
             for s in slow[10:]:
                 s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
             self.assertEqual(server.chat("say:ok")[0], 200)
+            time.sleep(1.6)
             for s in slow:
-                s.settimeout(10)
+                s.settimeout(2)
                 try:
                     while s.recv(4096):
                         pass
@@ -478,8 +481,8 @@ class Operation(unittest.TestCase):
             sock = stream_socket(server, {**user("loop:ab"), "max_tokens": 3000})
             sock.recv(4096)
             started = time.time()
-            self.assertEqual(server.stop(20), 0)
-            self.assertLess(time.time() - started, 8)  # the answer would take 15 s
+            self.assertEqual(server.stop(10), 0)
+            self.assertLess(time.time() - started, 3)
             data = b""
             while True:
                 piece = sock.recv(65536)
@@ -495,8 +498,10 @@ class Operation(unittest.TestCase):
             sock.recv(4096)
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
+            started = time.time()
             server.process.send_signal(signal.SIGTERM)
-            server.process.wait(8)  # the answer would take 15 s
+            server.process.wait(5)
+            self.assertLess(time.time() - started, 1)
 
     def test_keys(self):
         with Served(key="secret-key") as server:

@@ -19,11 +19,15 @@ def save(cache, path):
         raise ValueError(f"[save] {path}: the cache is empty")
     about = {"identity": cache._identity, "fingerprint": cache._fingerprint, "kv_quant": cache._kv_quant,
              "columns": cache._columns, "skipped": cache._skipped}
+    views = {layer: _views(cache, layer) for layer in cache._shapes}
+    plans = {row: cache._core.plan_read([(cache._sequences[row], 1)])
+             for row, skipped in enumerate(cache._skipped) if skipped < cache._columns}
     tensors = {}
     for row, layer, first, n in _saved_rows(cache, about):
-        for name, view in _views(cache, layer).items():
+        table = torch.from_numpy(plans[row].block_tables(cache._group_of[layer])[0]).long() if n else None
+        for name, view in views[layer].items():
             tensors[f"{row}.{layer}.{name}"] = _safetensors.Tensor(
-                _WORDS[view.dtype], (n, *view.shape[2:]), _gather(cache, row, layer, view, first, n))
+                _WORDS[view.dtype], (n, *view.shape[2:]), _gather(view, table, first, n))
     _safetensors.write(path, _FILE_FORMAT, _FILE_VERSION, about, tensors)
 
 
@@ -56,15 +60,12 @@ def _views(cache, layer):
     return {name: torch.from_dlpack(view) for name, view in views.items() if view is not None}
 
 
-def _gather(cache, row, layer, view, first, n):
+def _gather(view, table, first, n):
     """The stored bytes of n positions from `first` on."""
-    if n == 0:
-        return
-    plan = cache._core.plan_read([(cache._sequences[row], 1)])
-    table = torch.from_numpy(plan.block_tables(cache._group_of[layer])[0]).long()
+    block_size = view.shape[1]
     for start in range(first, first + n, _ROWS_AT_ONCE):
         positions = torch.arange(start, min(start + _ROWS_AT_ONCE, first + n))
-        rows = view[table[positions // cache._core.block_size], positions % cache._core.block_size]
+        rows = view[table[positions // block_size], positions % block_size]
         yield rows.contiguous().view(torch.uint8).numpy().data
 
 
@@ -94,10 +95,11 @@ def _refuse_other(cache, path, file, kv_quant):
 def _restore(cache, path, file):
     about = file.about
     cache._open(len(about["skipped"]), 0, None)
+    views = {layer: _views(cache, layer) for layer in cache._shapes}
     starts = {}
     for row, layer, first, n in _saved_rows(cache, about):
         starts[row, layer] = first
-        for name, view in _views(cache, layer).items():
+        for name, view in views[layer].items():
             found = file.tensors.get(f"{row}.{layer}.{name}")
             expected = _safetensors.Tensor(_WORDS[view.dtype], (n, *view.shape[2:]))
             if found != expected:
@@ -109,19 +111,20 @@ def _restore(cache, path, file):
             # Positions that a window has left behind are never read: their slots stay as they are.
             with cache._core.reserve([(sequence, n)]) as plan:
                 for layer in cache._shapes:
-                    _scatter(cache, file, plan, row, layer, position, n, starts[row, layer])
+                    slots = torch.from_numpy(plan.slot_mapping(cache._group_of[layer]))
+                    _scatter(file, f"{row}.{layer}", views[layer], slots, position, starts[row, layer])
     cache._columns, cache._skipped = about["columns"], list(about["skipped"])
 
 
-def _scatter(cache, file, plan, row, layer, position, n, first):
-    """Fills a step's slots from the file: positions [position, position + n) of those saved from `first` on."""
-    begin, end = max(position, first), position + n
+def _scatter(file, place, views, slots, position, first):
+    """Fills slots, those of positions from `position` on, from the file, which has the positions from `first` on."""
+    begin, end = max(position, first), position + len(slots)
     if begin >= end:
         return
-    slots = torch.from_numpy(plan.slot_mapping(cache._group_of[layer]))[begin - position:]
-    for name, view in _views(cache, layer).items():
-        rows = torch.from_numpy(file.rows(f"{row}.{layer}.{name}", begin - first, end - begin)).view(view.dtype)
-        view[slots // cache._core.block_size, slots % cache._core.block_size] = rows
+    slots = slots[begin - position:]
+    for name, view in views.items():
+        rows = torch.from_numpy(file.rows(f"{place}.{name}", begin - first, end - begin)).view(view.dtype)
+        view[slots // view.shape[1], slots % view.shape[1]] = rows
 
 
 def _check(about):
