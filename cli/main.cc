@@ -101,7 +101,7 @@ int main(int argc, char** argv) {
   try {
     return cli::command_line(argc, argv);
   } catch (const std::bad_alloc&) {
-    return cli::fail(Status(Code::kUnavailable, "[memory] the system gave no more (ulimit -v, cgroup or RAM)"));
+    return cli::fail(Status(Code::kNoMemory, "[memory] the system gave no more (ulimit -v, cgroup or RAM)"));
   } catch (const std::exception& error) {
     return cli::fail(Status(Code::kInternal, error.what()));
   }

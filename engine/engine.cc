@@ -191,8 +191,7 @@ Result<StepOutput> Engine::step(std::span<const StepInput> inputs) {
   if (!plan.ok()) return plan.status();
   if (!e.scratch.reserve(static_cast<size_t>(e.cache->scratch_bytes(*plan, threads()).n))) {
     e.cache->abandon(*plan);
-    return Status(Code::kUnavailable,
-                  "[step] no memory for the attention of " + std::to_string(n_tokens) + " tokens");
+    return Status(Code::kNoMemory, "[step] no memory for the attention of " + std::to_string(n_tokens) + " tokens");
   }
 
   auto* tokens = static_cast<int32_t*>(g.tokens->data);

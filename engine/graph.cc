@@ -68,7 +68,7 @@ Result<Graph*> Graphs::get(int64_t n_tokens, int64_t n_rows) {
     return graphs_.front().get();
   }
   std::unique_ptr<Graph> g = build(n_tokens, n_rows);
-  if (!g) return Status(Code::kUnavailable, "no memory for a graph of " + std::to_string(n_tokens) + " tokens");
+  if (!g) return Status(Code::kNoMemory, "no memory for a graph of " + std::to_string(n_tokens) + " tokens");
   // All graphs lie in one buffer, since one runs at a time. When it has to grow it moves, and what pointed into the
   // old one goes.
   const size_t before = ggml_gallocr_get_buffer_size(allocator_.get(), 0);
@@ -76,8 +76,8 @@ Result<Graph*> Graphs::get(int64_t n_tokens, int64_t n_rows) {
       ggml_gallocr_reserve(allocator_.get(), g->graph) && ggml_gallocr_alloc_graph(allocator_.get(), g->graph);
   if (!placed || ggml_gallocr_get_buffer_size(allocator_.get(), 0) != before) graphs_.clear();
   if (!placed) {
-    return Status(Code::kUnavailable, "no memory for the activations of " + std::to_string(n_tokens) +
-                                          " tokens and " + std::to_string(n_rows) + " rows of logits");
+    return Status(Code::kNoMemory, "no memory for the activations of " + std::to_string(n_tokens) + " tokens and " +
+                                       std::to_string(n_rows) + " rows of logits");
   }
   g->plan = ggml_graph_plan(g->graph, threads_, pool_);
   if (g->plan.work_size > work_.size()) work_.resize(g->plan.work_size);

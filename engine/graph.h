@@ -35,12 +35,12 @@ struct Graph {
 // One thread; the workers of ggml's pool live in here and sleep between steps.
 class Graphs {
  public:
-  // `model` and `step` must outlive it. Errors: kUnavailable (threads, memory).
+  // `model` and `step` must outlive it. Errors: kUnavailable (threads), kNoMemory.
   static Result<std::unique_ptr<Graphs>> create(const Model& model, AttentionStep& step, int threads);
   ~Graphs();
 
   // A graph with memory behind its tensors. Valid until the next get(): all graphs share one compute buffer.
-  // Errors: kUnavailable.
+  // Errors: kNoMemory.
   Result<Graph*> get(int64_t n_tokens, int64_t n_rows);
   // Runs it. The inputs' data must have been written.
   Status compute(Graph& graph);

@@ -126,7 +126,7 @@ Result<std::unique_ptr<Model>> Model::load(const std::string& path) {
   // ggml wants a writable pointer and never writes weights; the mapping is read-only, which would tell.
   auto* base = const_cast<std::byte*>(bytes.data());
   model->buffer_.reset(ggml_backend_cpu_buffer_from_ptr(base, bytes.size()));
-  if (!model->context_ || !model->buffer_) return Status(Code::kUnavailable, path + ": no memory for the tensors");
+  if (!model->context_ || !model->buffer_) return Status(Code::kNoMemory, path + ": no memory for the tensors");
   ggml_backend_buffer_set_usage(model->buffer_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
   for (const GgufTensor& t : tensors) {
     ggml_tensor* bound = ggml_new_tensor(model->context_.get(), t.type, t.n_dims, t.ne);

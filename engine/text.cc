@@ -298,7 +298,7 @@ class LlamaText : public Text {
         if (n >= 0) return tokens;
       }
     } catch (const std::bad_alloc&) {
-      return Status(Code::kUnavailable,
+      return Status(Code::kNoMemory,
                     "[tokenize] no memory to tokenize " + std::to_string(text.size()) + " bytes of text");
     } catch (const std::exception& error) {
       return Status(Code::kInternal, std::string("[tokenize] libllama: ") + error.what());

@@ -35,7 +35,7 @@ struct CacheOptions {
   bool dynamic = true;
   // Upper bound of committed bytes over all groups. 0: half of min(RAM, cgroup limit), read once at creation.
   Bytes kv_memory{0};
-  // Longest sequence; 0: no bound but memory.
+  // Longest sequence, at most kMaxTokens; 0: no bound but memory.
   Tokens max_context{0};
   // Longest run of tokens one sequence brings to one step; sizes the floor of window groups.
   Tokens longest_chunk{512};
@@ -119,7 +119,8 @@ struct GroupPlan {
   std::span<const int64_t> slot_mapping;  // [n_tokens] slot of each new token
 };
 
-// The read-only description of one step; made by Cache::reserve, ended by Cache::commit or abandon.
+// The read-only description of one step; made by Cache::reserve, ended by Cache::commit or abandon. A plan that was
+// moved from is empty, and every call of a Cache refuses it.
 class StepPlan {
  public:
   StepPlan(StepPlan&&) noexcept;
@@ -131,19 +132,21 @@ class StepPlan {
   std::span<const int32_t> seq_lens() const;         // [n_sequences] length after the new tokens
   std::span<const int32_t> query_start_loc() const;  // [n_sequences + 1]
   std::span<const int32_t> positions() const;        // [n_tokens] position of each new token in its sequence
+  // Requires: 0 <= group < groups of the cache (debug builds check; others return an empty plan).
   GroupPlan group(int group) const;
 
  private:
   friend class Cache;
   struct Impl;
   explicit StepPlan(std::unique_ptr<Impl> impl);
+  const Impl& impl() const;
   std::unique_ptr<Impl> impl_;
 };
 
 class Cache {
  public:
-  // Errors: kInvalidArgument (shape, sizes, head counts, unknown ISA), kCapacity (num_blocks exceed kv_memory),
-  // kUnavailable (no address space or memory).
+  // Errors: kInvalidArgument (shape, sizes past their limits, head counts, unknown ISA), kCapacity (num_blocks
+  // exceed kv_memory), kNoMemory (no address space or memory).
   static Result<std::unique_ptr<Cache>> create(CacheOptions options);
   ~Cache();
   Cache(const Cache&) = delete;
@@ -179,20 +182,23 @@ class Cache {
   // --- one step --------------------------------------------------------------------------------------------
   // Takes the blocks for all requests, in all groups, or changes nothing. A block that is shared or keyed is
   // copied before its sequence writes into it. Nothing after this can fail for lack of room.
-  // Errors: kCapacity (`need 214 tokens (14 blocks), have 64 tokens (4 blocks)`), kStale, kInvalidArgument.
+  // Errors: kCapacity (`need 214 tokens (14 blocks), have 64 tokens (4 blocks)`), kNoMemory (the system refused
+  // what the pool wanted to grow by), kStale, kInvalidArgument.
   Result<StepPlan> reserve(std::span<const StepRequest> requests);
 
   // Writes the new rows of one layer into the slots that `plan` names, quantizing if the group does.
   // K already carries its rotary embedding. NaN and infinity are flagged in the plan (see commit).
-  // Errors: kInvalidArgument (layer, plan).
+  // Errors: kInvalidArgument (layer, plan, part).
   // Source: PagedAttention, arXiv 2309.06180, section 4.1.
   Status append(StepPlan& plan, int layer, const KvRows& k, const KvRows& v, Part part = {});
   // Attention of the new tokens over everything stored for their sequences, including rows of this step; partial
   // results go to the scratch. All parts of append come before, all parts of merge after.
+  // Errors: kInvalidArgument (layer, plan, part, arguments), kStale (see plan_read).
   Status attend(const AttendArgs& args, Part part = {});
-  // Joins the partial results into args.out and args.lse.
+  // Joins the partial results into args.out and args.lse. Errors: those of attend.
   Status merge(const AttendArgs& args, Part part = {});
-  // Scratch for attend and merge of one layer of this plan, for up to n_parts parts.
+  // Scratch for attend and merge of one layer of this plan, for up to n_parts parts. 0 for a plan that attend would
+  // refuse. Requires: n_parts >= 1.
   Bytes scratch_bytes(const StepPlan& plan, int n_parts) const;
 
   // Ends the step: each sequence grows by its accepted tokens (default: all of them), full blocks get their
@@ -205,7 +211,7 @@ class Cache {
   // that keep a step whole or not at all. Errors: kInvalidArgument (plan).
   Result<std::vector<Status>> faults(const StepPlan& plan) const;
   // A plan that only reads: queries at each sequence's last n_queries positions over what is stored. It takes no
-  // blocks and is never committed; it is valid until the next call that changes one of its sequences.
+  // blocks and is never committed; after the next call that changes one of its sequences it is refused as kStale.
   // num_q_heads: of these queries, for groups made without; 0: as the groups say.
   // Errors: kStale, kInvalidArgument (more queries than tokens, head counts, or a window has dropped keys they
   // see).
@@ -236,13 +242,16 @@ class Cache {
   Status read_dense(const StepPlan& plan, int64_t place, int layer, Tokens first, const DenseRows& k,
                     const DenseRows& v) const;
 
-  // Bytes of one block of a group, padding included.
+  // Bytes of one block of a group, padding included. Requires, here and wherever no Status can say so: the group is
+  // one of the cache (debug builds check; others return 0, kF32 or nothing).
   Bytes image_bytes(int group) const;
-  // Most tokens the full-attention group can ever hold, by num_blocks or kv_memory.
+  // Most tokens the full-attention group can ever hold, by num_blocks or kv_memory: in whole extents, beside the
+  // floors of the other groups.
   Tokens capacity() const;
   // Tokens that fit in what is committed now.
   Tokens committed_capacity() const;
-  // Tokens that could be reserved now: free, cached and still to be grown.
+  // Tokens that could be reserved now, if the system gives what kv_memory allows: free, cached and still to be
+  // grown.
   Tokens available() const;
   // The path that a group's attention takes: kInt8 if K or V is multiplied as codes, else kF32.
   QueryPath query_path(int group = 0) const;

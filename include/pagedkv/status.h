@@ -20,7 +20,8 @@ enum class Code : uint8_t {
   kNotFound,         // a file, model or entry that is not there
   kUnsupported,      // well-formed, but this build does not do it; the message lists what works
   kCorrupt,          // bytes that contradict themselves or their header
-  kUnavailable,      // the operating system refused (memory, I/O); trying again may work
+  kUnavailable,      // the operating system refused (I/O, a thread, an end that has come); trying again may work
+  kNoMemory,         // the operating system, or the cgroup, gave no more memory; nothing was changed
   kInternal,         // an invariant of ours is broken; the cache refuses further work on what it concerns
 };
 

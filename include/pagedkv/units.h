@@ -33,7 +33,7 @@ using Bytes = Count<struct ByteKind>;
 
 // Blocks that hold `tokens` slots of `block_size` tokens each, rounded up.
 constexpr Blocks blocks_for(Tokens tokens, Tokens block_size) {
-  return Blocks((tokens.n + block_size.n - 1) / block_size.n);
+  return Blocks(tokens.n / block_size.n + (tokens.n % block_size.n > 0));
 }
 
 // The place of a block in its group's arena; an identity, not a count.
@@ -42,6 +42,8 @@ inline constexpr BlockId kNoBlock{0xffffffffu};  // appears as -1 in block table
 
 // Block ids are int32 in block tables, so a group never has more blocks than this.
 inline constexpr int64_t kMaxBlocks = 0x7fffffff;
+// Positions and lengths are int32 in plans: no sequence, and no step, has more tokens than this.
+inline constexpr int64_t kMaxTokens = 0x7fffffff;
 
 // A sequence of a cache. The generation makes a handle to a released sequence detectable: it is refused.
 struct SequenceId {

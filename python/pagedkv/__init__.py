@@ -34,6 +34,7 @@ from ._core import (
 from .errors import (
     CapacityError,
     CorruptError,
+    NoMemoryError,
     NotFiniteError,
     PagedKVError,
     StaleError,
@@ -48,7 +49,8 @@ merge_state = merge  # FlashInfer's name
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cache", "CapacityError", "CorruptError", "Group", "LLM", "LayerTensors", "NotFiniteError", "PagedKVCache",
+    "Cache", "CapacityError", "CorruptError", "Group", "LLM", "LayerTensors", "NoMemoryError", "NotFiniteError",
+    "PagedKVCache",
     "PagedKVError", "PagedKVQuantConfig", "Sequence", "StaleError", "Started", "StepPlan", "UnavailableError",
     "UnsupportedError", "append", "array_stats", "attend", "bytes_per_token", "dequantize_symmetric", "merge",
     "merge_state", "num_threads", "paged_attention", "paged_kv_quant_mode_from_env", "quantize_symmetric",

@@ -26,4 +26,8 @@ class CorruptError(PagedKVError, ValueError):
 
 
 class UnavailableError(PagedKVError, RuntimeError):
-    """The system refused memory or I/O, or the engine has ended."""
+    """The system refused I/O or a thread, or the engine has ended."""
+
+
+class NoMemoryError(PagedKVError, MemoryError):
+    """The system, or the cgroup, gave no more memory. Nothing was changed."""

@@ -49,6 +49,9 @@ void raise(const Status& status) {
     case Code::kCorrupt:
       type = ours("CorruptError");
       break;
+    case Code::kNoMemory:
+      type = ours("NoMemoryError");
+      break;
     case Code::kUnavailable:
       type = ours("UnavailableError");
       break;

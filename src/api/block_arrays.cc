@@ -201,18 +201,21 @@ Result<BlockAttention> BlockAttention::plan(const BlockArrays& arrays, const Blo
 }
 
 Bytes BlockAttention::scratch_bytes(int n_parts) const {
+  if (impl_ == nullptr) return Bytes(0);
   return Bytes(std::max<int64_t>(64, impl_->attention().scratch_bytes(n_parts)));
 }
 
 Status BlockAttention::attend(const Args& args, Part part) const {
-  const auto call = impl_->attention().call("block attention", args, 0, part.count);
+  if (impl_ == nullptr) return invalid_argument("[block attention] the plan was moved from");
+  const auto call = impl_->attention().call("block attention", args, 0, part);
   if (!call.ok()) return call.status();
   impl_->entry->attend(*call, part);
   return Status();
 }
 
 Status BlockAttention::merge(const Args& args, Part part) const {
-  const auto call = impl_->attention().call("block attention", args, 0, part.count);
+  if (impl_ == nullptr) return invalid_argument("[block attention] the plan was moved from");
+  const auto call = impl_->attention().call("block attention", args, 0, part);
   if (!call.ok()) return call.status();
   impl_->entry->merge(*call, part);
   return Status();

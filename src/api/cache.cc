@@ -10,6 +10,7 @@
 #include "api/layer_attention.h"
 #include "api/query_path.h"
 #include "api/step_plan.h"
+#include "base/check.h"
 #include "base/env.h"
 #include "base/text.h"
 #include "cache/cache_core.h"
@@ -23,31 +24,42 @@ namespace {
 // Lets the cache's orders reach one group's arena.
 class ArenaSource : public BlockSource {
  public:
-  ArenaSource(Arena& arena, const MemoryBudget& budget) : arena_(arena), budget_(budget) {}
+  explicit ArenaSource(Arena& arena) : arena_(arena) {}
   Status commit(int64_t extent) override { return arena_.commit(extent); }
   void decommit(int64_t extent) override { arena_.decommit(extent); }
   void copy(BlockId source, BlockId destination) override { arena_.copy(uint32_t(source), uint32_t(destination)); }
   int64_t bytes_committed() const override { return arena_.bytes_committed(); }
-  int64_t blocks_left_by_budget() const override {
-    return std::max<int64_t>(0, budget_.limit - budget_.committed) / arena_.layout().image_bytes;
-  }
+  int64_t blocks_left_by_budget() const override { return arena_.blocks_left_by_budget(); }
 
  private:
   Arena& arena_;
-  const MemoryBudget& budget_;
 };
+
+// The addresses that a process has on today's machines; sums of sizes below it stay far from 64 bits.
+constexpr int64_t kMaxKvMemory = int64_t{1} << 47;
 
 struct LayerPlace {
   int group = -1;
   int index = 0;  // within the group
 };
 
-struct GroupSizes {
-  int64_t floor_blocks = 0, max_blocks = 0;
+// A group's image, and how many blocks it has at least.
+struct GroupDraft {
+  ImageLayout layout;
+  int64_t floor_blocks = 0;
+  // What the floor takes: whole extents.
+  int64_t floor_bytes() const { return committed_bytes(layout, round_up(floor_blocks, layout.extent_blocks)); }
 };
 
-Result<GroupSizes> size_group(const CacheOptions& options, const GroupSpec& spec, int64_t image_bytes,
-                              int64_t kv_memory) {
+int64_t saturated_product(int64_t a, int64_t b) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  return b > 0 && a > kMost / b ? kMost : a * b;
+}
+
+Result<GroupDraft> draft_group(const CacheOptions& options, const GroupSpec& spec) {
+  auto layout = plan_image(spec, options.block_size.n, options.arena);
+  if (!layout.ok()) return layout.status();
+  const int64_t image_bytes = layout->image_bytes, kv_memory = options.kv_memory.n;
   int64_t floor = options.num_blocks.n;
   if (spec.sliding_window > 0) {
     const int64_t tokens = spec.sliding_window + options.longest_chunk.n;
@@ -56,12 +68,24 @@ Result<GroupSizes> size_group(const CacheOptions& options, const GroupSpec& spec
   if (floor > kMaxBlocks)
     return invalid_argument(str("[cache] ", floor, " blocks are asked, the limit is ", kMaxBlocks));
   if (floor > kv_memory / image_bytes) {
-    return Status(Code::kCapacity, str("[cache] ", floor, " blocks of ", image_bytes, " bytes take ",
-                                       bytes_text(floor * image_bytes), ", kv_memory is ", bytes_text(kv_memory)));
+    return Status(Code::kCapacity,
+                  str("[cache] ", floor, " blocks of ", image_bytes, " bytes take ",
+                      bytes_text(saturated_product(floor, image_bytes)), ", kv_memory is ", bytes_text(kv_memory)));
   }
-  if (!options.dynamic) return GroupSizes{floor, floor};
-  return GroupSizes{floor, std::clamp(kv_memory / image_bytes, floor, kMaxBlocks)};
+  return GroupDraft{std::move(*layout), floor};
 }
+
+// The most blocks that group `g` can have: as many as fit beside the floors of the others.
+int64_t max_blocks_of(const CacheOptions& options, const std::vector<GroupDraft>& drafts, size_t g) {
+  const GroupDraft& own = drafts[g];
+  if (!options.dynamic) return own.floor_blocks;
+  int64_t left = options.kv_memory.n;
+  for (const GroupDraft& draft : drafts) left -= &draft == &own ? 0 : draft.floor_bytes();
+  return std::max(own.floor_blocks, blocks_within(own.layout, left));
+}
+
+// Parts of a key's fingerprint carry their length, so that no text of one can be read as another.
+void add_part(std::string& fingerprint, std::string_view part) { fingerprint += str(part.size(), ":", part, ";"); }
 
 std::string pool_limit(const CacheOptions& options, int64_t max_blocks) {
   if (!options.dynamic) return str("num_blocks is ", options.num_blocks.n, " and dynamic growth is off");
@@ -80,8 +104,15 @@ Status check_options(const CacheOptions& options) {
         at_least("max_sequences", options.max_sequences, 1)}) {
     if (!status.ok()) return status;
   }
-  if (options.num_blocks.n > kMaxBlocks)
-    return invalid_argument(str("[cache] num_blocks is ", options.num_blocks.n, ", the limit is ", kMaxBlocks));
+  const auto at_most = [](const char* what, int64_t value, int64_t limit) {
+    return value <= limit ? Status()
+                          : invalid_argument(str("[cache] ", what, " is ", value, ", the limit is ", limit));
+  };
+  for (const Status& status : {at_most("num_blocks", options.num_blocks.n, kMaxBlocks),
+                               at_most("kv_memory", options.kv_memory.n, kMaxKvMemory),
+                               at_most("max_context", options.max_context.n, kMaxTokens)}) {
+    if (!status.ok()) return status;
+  }
   if (options.longest_chunk.n > kMaxBlocks || options.max_sequences > kMaxBlocks / 64)
     return invalid_argument(str("[cache] longest_chunk ", options.longest_chunk.n, " or max_sequences ",
                                 options.max_sequences, " is out of range"));
@@ -116,9 +147,19 @@ const char* arena_order_name(ArenaOrder order) {
   return order == ArenaOrder::kBlockMajor ? "block_major" : "layer_major";
 }
 
+namespace {
+
+uint64_t next_cache_id() {
+  static std::atomic<uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+}  // namespace
+
 struct Cache::Impl {
   enum Kernel { kAppend, kAttend, kMerge, kKernels };
 
+  const uint64_t id = next_cache_id();  // unlike an address, never another cache's later on
   CacheOptions options;
   const kernels::Entry* entry = nullptr;
   MemoryBudget budget;
@@ -138,6 +179,11 @@ struct Cache::Impl {
       return layers[size_t(layer)];
     return invalid_argument(str("[cache] layer ", layer, " is in no group"));
   }
+  bool has_group(int group) const {
+    const bool known = group >= 0 && group < core->n_groups();
+    PKV_REQUIRES(known);
+    return known;
+  }
   const kernels::LayerStore& store(LayerPlace at) const { return stores[size_t(at.group)][size_t(at.index)]; }
   kernels::AttendShape shape(const StepPlan::Impl& plan, int group) const {
     const GroupSpec& spec = options.groups[size_t(group)];
@@ -155,13 +201,14 @@ struct Cache::Impl {
   LayerAttention attention(const StepPlan::Impl& plan, LayerPlace at, const kernels::AttendShape& shape) const {
     return {store_now(at), plan.batch(size_t(at.group)), shape, plan.work[size_t(at.group)], *entry};
   }
-  Result<kernels::AttendCall> attend_call(const AttendArgs& args, int n_parts) const;
+  Result<kernels::AttendCall> attend_call(const AttendArgs& args, Part part) const;
   // Rows of positions [first, length) as floats. Errors: kInvalidArgument when the table has given one back.
   Status decode(LayerPlace at, std::span<const int32_t> table, int64_t first, int64_t length, const DenseRows& k,
                 const DenseRows& v) const;
   Status check_plan(const StepPlan::Impl& plan) const {
-    if (plan.owner == this && (plan.read_only || plan.arrays.step != 0)) return Status();
-    return invalid_argument("[cache] the plan is of another cache or its step has ended");
+    if (plan.owner != id || (!plan.read_only && plan.arrays.step == 0))
+      return invalid_argument("[cache] the plan is of another cache, was moved from, or its step has ended");
+    return plan.read_only ? core->check_current(plan.arrays) : Status();
   }
   Status check_step(const StepPlan::Impl& plan) const {
     return plan.read_only ? invalid_argument("[cache] the plan only reads") : check_plan(plan);
@@ -185,13 +232,13 @@ Result<std::unique_ptr<Cache>> Cache::create(CacheOptions options) {
   if (options.kv_memory.n == 0) options.kv_memory = Bytes(memory_limit() / 2);
   impl->budget.limit = options.kv_memory.n;
 
-  std::vector<CacheCore::Group> groups;
-  int64_t floor_bytes = 0;
+  std::vector<GroupDraft> drafts;
   for (size_t g = 0; g < options.groups.size(); ++g) {
     GroupSpec& spec = options.groups[g];
     if (spec.num_q_heads == 0) spec.num_q_heads = spec.shape.num_kv_heads;
-    auto layout = plan_image(spec, options.block_size.n, options.arena);
-    if (!layout.ok()) return layout.status();
+    auto draft = draft_group(options, spec);
+    if (!draft.ok()) return draft.status();
+    drafts.push_back(std::move(*draft));
     for (size_t i = 0; i < spec.layers.size(); ++i) {
       const int layer = spec.layers[i];
       if (layer < 0 || layer > 65535)
@@ -201,38 +248,45 @@ Result<std::unique_ptr<Cache>> Cache::create(CacheOptions options) {
         return invalid_argument(str("[cache] layer ", layer, " is in two groups"));
       impl->layers[size_t(layer)] = {int(g), int(i)};
     }
-    auto sizes = size_group(options, spec, layout->image_bytes, options.kv_memory.n);
-    if (!sizes.ok()) return sizes.status();
-    floor_bytes += sizes->floor_blocks * layout->image_bytes;
-    auto arena = Arena::create(std::move(*layout), sizes->floor_blocks, sizes->max_blocks, impl->budget);
+  }
+  int64_t floor_bytes = 0;
+  for (const GroupDraft& draft : drafts) floor_bytes += draft.floor_blocks * draft.layout.image_bytes;
+  if (floor_bytes > options.kv_memory.n) {
+    return Status(Code::kCapacity, str("[cache] the first blocks of all groups take ", bytes_text(floor_bytes),
+                                       ", kv_memory is ", bytes_text(options.kv_memory.n)));
+  }
+
+  std::vector<CacheCore::Group> groups;
+  for (size_t g = 0; g < drafts.size(); ++g) {
+    const int64_t floor_blocks = drafts[g].floor_blocks;
+    auto arena = Arena::create(drafts[g].layout, floor_blocks, max_blocks_of(options, drafts, g), impl->budget);
     if (!arena.ok()) return arena.status();
     impl->arenas.push_back(std::move(*arena));
-    impl->sources.push_back(std::make_unique<ArenaSource>(*impl->arenas.back(), impl->budget));
+    impl->sources.push_back(std::make_unique<ArenaSource>(*impl->arenas.back()));
     const ImageLayout& image = impl->arenas.back()->layout();
     groups.push_back({.pool = {.max_blocks = impl->arenas.back()->max_blocks(),
-                               .floor_blocks = sizes->floor_blocks,
+                               .floor_blocks = floor_blocks,
                                .extent_blocks = image.extent_blocks,
                                .image_bytes = image.image_bytes,
                                .extent_bytes = image.extent_bytes,
                                .limit = pool_limit(options, impl->arenas.back()->max_blocks())},
-                      .sliding_window = spec.sliding_window,
+                      .sliding_window = options.groups[g].sliding_window,
                       .source = impl->sources.back().get()});
-  }
-  if (floor_bytes > options.kv_memory.n) {
-    return Status(Code::kCapacity, str("[cache] the first blocks of all groups take ", bytes_text(floor_bytes),
-                                       ", kv_memory is ", bytes_text(options.kv_memory.n)));
   }
   // The floor is whole extents; it may pass the budget by the last extent's rounding, what grows later may not.
   for (const auto& arena : impl->arenas) impl->budget.limit += 2 * arena->layout().extent_bytes;
 
   // What makes K and V of equal tokens differ goes into every key.
-  std::string fingerprint = str("block ", options.block_size.n, "; ", options.fingerprint);
+  std::string fingerprint;
+  add_part(fingerprint, str("block ", options.block_size.n));
+  add_part(fingerprint, options.fingerprint);
   for (const GroupSpec& spec : options.groups) {
-    fingerprint += str("; ", kv_quant_name(spec.shape.formats), " ", spec.shape.num_kv_heads, "x",
-                       spec.shape.head_dim_k, ":", spec.shape.head_dim_v, " window ", spec.sliding_window);
-    for (int layer : spec.layers) fingerprint += str(" ", layer);
+    std::string group = str(kv_quant_name(spec.shape.formats), " ", spec.shape.num_kv_heads, "x",
+                            spec.shape.head_dim_k, ":", spec.shape.head_dim_v, " window ", spec.sliding_window);
+    for (int layer : spec.layers) group += str(" ", layer);
     const ProductPaths paths = choose_paths(options.query_path, spec, *impl->entry);
-    if (paths.k_codes || paths.v_codes) fingerprint += str(" codes ", paths.k_codes, paths.v_codes);
+    if (paths.k_codes || paths.v_codes) group += str(" codes ", paths.k_codes, paths.v_codes);
+    add_part(fingerprint, group);
     impl->paths.push_back(paths);
   }
   impl->core = std::make_unique<CacheCore>(CacheCore::Options{.block_size = options.block_size.n,
@@ -315,13 +369,13 @@ Result<Blocks> Cache::blocks_held(SequenceId sequence, int group) const {
 }
 
 Status Cache::grow_to_capacity(Tokens tokens) {
+  if (tokens.n < 0) return invalid_argument(str("[grow] ", tokens.n, " tokens are asked"));
   const int64_t blocks = blocks_for(tokens, impl_->options.block_size).n;
   const auto& pool = impl_->core->pool(impl_->core->main_group());
-  if (tokens.n < 0) return invalid_argument(str("[grow] ", tokens.n, " tokens are asked"));
   const int64_t have = pool.counts().total;
   Status status = impl_->core->raise_floor(blocks);
   if (status.ok()) return status;
-  return Status(Code::kCapacity,
+  return Status(status.code(),
                 str("[grow] need ", tokens.n, " tokens (", blocks, " blocks), have ",
                     have * impl_->options.block_size.n, " tokens (", have, " blocks); ", status.message()));
 }
@@ -337,7 +391,9 @@ Result<Blocks> Cache::keep_committed(int group) {
 
 Result<StepPlan> Cache::reserve(std::span<const StepRequest> requests) {
   auto plan = impl_->spare ? std::move(impl_->spare) : std::make_unique<StepPlan::Impl>();
-  plan->owner = impl_.get();
+  plan->owner = impl_->id;
+  plan->read_only = false;
+  plan->num_q_heads = 0;
   if (Status status = impl_->core->reserve(requests, plan->arrays); !status.ok()) {
     impl_->spare = std::move(plan);
     return status;
@@ -353,7 +409,7 @@ Result<StepPlan> Cache::plan_read(std::span<const ReadRequest> requests, int64_t
       return invalid_argument(str("[plan_read] ", num_q_heads, " query heads are no multiple of ",
                                   spec.shape.num_kv_heads, " KV heads"));
   auto plan = std::make_unique<StepPlan::Impl>();
-  plan->owner = impl_.get();
+  plan->owner = impl_->id;
   plan->read_only = true;
   plan->num_q_heads = num_q_heads;
   if (Status status = impl_->core->read(requests, plan->arrays); !status.ok()) return status;
@@ -364,7 +420,8 @@ Result<StepPlan> Cache::plan_read(std::span<const ReadRequest> requests, int64_t
 Status Cache::append(StepPlan& plan, int layer, const KvRows& k, const KvRows& v, Part part) {
   const auto at = impl_->place(layer);
   if (!at.ok()) return at.status();
-  if (Status status = impl_->check_step(*plan.impl_); !status.ok()) return status;
+  if (Status status = impl_->check_step(plan.impl()); !status.ok()) return status;
+  if (Status status = check_part("append", part); !status.ok()) return status;
   if (k.data == nullptr || v.data == nullptr) return invalid_argument("[append] K or V is null");
   if (part.index == 0) impl_->calls[Impl::kAppend].fetch_add(1, std::memory_order_relaxed);
 
@@ -385,10 +442,10 @@ Status Cache::append(StepPlan& plan, int layer, const KvRows& k, const KvRows& v
   return Status();
 }
 
-Result<kernels::AttendCall> Cache::Impl::attend_call(const AttendArgs& args, int n_parts) const {
+Result<kernels::AttendCall> Cache::Impl::attend_call(const AttendArgs& args, Part part) const {
   const auto at = place(args.layer);
   if (!at.ok()) return at.status();
-  const StepPlan::Impl& plan = *args.plan.impl_;
+  const StepPlan::Impl& plan = args.plan.impl();
   if (Status status = check_plan(plan); !status.ok()) return status;
   kernels::AttendShape attend_shape = shape(plan, at->group);
   if (args.sliding_window < 0 ||
@@ -396,11 +453,11 @@ Result<kernels::AttendCall> Cache::Impl::attend_call(const AttendArgs& args, int
     return invalid_argument(
         str("[attend] window ", args.sliding_window, " is asked, the group's is ", attend_shape.sliding_window));
   if (args.sliding_window > 0) attend_shape.sliding_window = args.sliding_window;
-  return attention(plan, *at, attend_shape).call("attend", args, args.q_token_stride, n_parts);
+  return attention(plan, *at, attend_shape).call("attend", args, args.q_token_stride, part);
 }
 
 Status Cache::attend(const AttendArgs& args, Part part) {
-  const auto call = impl_->attend_call(args, part.count);
+  const auto call = impl_->attend_call(args, part);
   if (!call.ok()) return call.status();
   if (part.index == 0) impl_->calls[Impl::kAttend].fetch_add(1, std::memory_order_relaxed);
   impl_->entry->attend(*call, part);
@@ -408,7 +465,7 @@ Status Cache::attend(const AttendArgs& args, Part part) {
 }
 
 Status Cache::merge(const AttendArgs& args, Part part) {
-  const auto call = impl_->attend_call(args, part.count);
+  const auto call = impl_->attend_call(args, part);
   if (!call.ok()) return call.status();
   if (part.index == 0) impl_->calls[Impl::kMerge].fetch_add(1, std::memory_order_relaxed);
   impl_->entry->merge(*call, part);
@@ -416,16 +473,18 @@ Status Cache::merge(const AttendArgs& args, Part part) {
 }
 
 Bytes Cache::scratch_bytes(const StepPlan& plan, int n_parts) const {
+  PKV_REQUIRES(n_parts >= 1);
+  if (!impl_->check_plan(plan.impl()).ok() || n_parts < 1) return Bytes(0);
   int64_t most = 64;
   for (int g = 0; g < impl_->core->n_groups(); ++g)
     most =
-        std::max(most, impl_->attention(*plan.impl_, {g, 0}, impl_->shape(*plan.impl_, g)).scratch_bytes(n_parts));
+        std::max(most, impl_->attention(plan.impl(), {g, 0}, impl_->shape(plan.impl(), g)).scratch_bytes(n_parts));
   return Bytes(most);
 }
 
 Result<std::vector<Status>> Cache::faults(const StepPlan& plan) const {
-  if (Status status = impl_->check_step(*plan.impl_); !status.ok()) return status;
-  const StepPlan::Impl& step = *plan.impl_;
+  if (Status status = impl_->check_step(plan.impl()); !status.ok()) return status;
+  const StepPlan::Impl& step = plan.impl();
   std::vector<Status> rejected(step.faults.size());
   for (size_t i = 0; i < step.faults.size(); ++i) {
     const uint64_t fault = step.faults[i];
@@ -444,11 +503,11 @@ Result<std::vector<Status>> Cache::commit(StepPlan& plan, std::span<const Tokens
 }
 
 void Cache::abandon(StepPlan& plan) {
-  if (impl_->check_step(*plan.impl_).ok()) impl_->core->abandon(plan.impl_->arrays);
+  if (impl_->check_step(plan.impl()).ok()) impl_->core->abandon(plan.impl_->arrays);
 }
 
 void Cache::recycle(StepPlan plan) {
-  if (plan.impl_ != nullptr && plan.impl_->owner == impl_.get() && plan.impl_->arrays.step == 0)
+  if (plan.impl_ != nullptr && plan.impl_->owner == impl_->id && plan.impl_->arrays.step == 0)
     impl_->spare = std::move(plan.impl_);
 }
 
@@ -456,12 +515,15 @@ void Cache::recycle(StepPlan plan) {
 
 const CacheOptions& Cache::options() const { return impl_->options; }
 QueryPath Cache::query_path(int group) const {
+  if (!impl_->has_group(group)) return QueryPath::kF32;
   const ProductPaths paths = impl_->paths[size_t(group)];
   return paths.k_codes || paths.v_codes ? QueryPath::kInt8 : QueryPath::kF32;
 }
 std::string_view Cache::isa() const { return impl_->entry->name; }
 Status Cache::verify() const { return impl_->core->verify(); }
-Bytes Cache::image_bytes(int group) const { return Bytes(impl_->arenas[size_t(group)]->layout().image_bytes); }
+Bytes Cache::image_bytes(int group) const {
+  return impl_->has_group(group) ? Bytes(impl_->arenas[size_t(group)]->layout().image_bytes) : Bytes(0);
+}
 
 Result<LayerTensors> Cache::tensors(int layer) const {
   const auto at = impl_->place(layer);
@@ -508,7 +570,7 @@ Status Cache::read_dense(const StepPlan& plan, int64_t place, int layer, Tokens 
                          const DenseRows& v) const {
   const auto at = impl_->place(layer);
   if (!at.ok()) return at.status();
-  const StepPlan::Impl& step = *plan.impl_;
+  const StepPlan::Impl& step = plan.impl();
   if (Status status = impl_->check_plan(step); !status.ok()) return status;
   const StepArrays& arrays = step.arrays;
   if (place < 0 || place >= int64_t(arrays.seq_lens.size()))
@@ -560,6 +622,7 @@ Status Cache::Impl::decode(LayerPlace at, std::span<const int32_t> table, int64_
 }
 
 Cache::BlockViews Cache::block_views(int group) const {
+  if (!impl_->has_group(group)) return {};
   return {impl_->core->block_views(group), impl_->core->last_step()};
 }
 

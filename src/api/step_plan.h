@@ -15,7 +15,7 @@ struct StepPlan::Impl {
   StepArrays arrays;
   std::vector<Work> work;        // per group
   std::vector<uint64_t> faults;  // per sequence: kernels::kNoFault or its first row that is not finite
-  const void* owner = nullptr;   // the cache that made it
+  uint64_t owner = 0;            // Cache::Impl::id of the cache that made it; 0: none
   int64_t num_q_heads = 0;       // of this plan's queries; 0: as the groups say
   bool read_only = false;        // made by plan_read: nothing to append or commit
 

@@ -22,6 +22,8 @@ const char* code_name(Code code) {
       return "corrupt";
     case Code::kUnavailable:
       return "unavailable";
+    case Code::kNoMemory:
+      return "no memory";
     case Code::kInternal:
       return "internal";
   }

@@ -1,14 +1,17 @@
 // Builds the text of messages: str("[op] got ", n, ", the limit is ", limit).
 #pragma once
 
+#include <locale>
 #include <sstream>
 #include <string>
 
 namespace pagedkv {
 
+// Messages, JSON and keys read the same whatever locale the host program has set.
 template <class... Pieces>
 std::string str(const Pieces&... pieces) {
   std::ostringstream out;
+  out.imbue(std::locale::classic());
   (out << ... << pieces);
   return std::move(out).str();
 }
@@ -22,6 +25,7 @@ inline std::string bytes_text(int64_t bytes) {
   if (unit == nullptr) return str(bytes, " bytes");
   const double scale = unit[0] == 'G' ? 1 << 30 : unit[0] == 'M' ? 1 << 20 : 1024;
   std::ostringstream out;
+  out.imbue(std::locale::classic());
   out.precision(1);
   out << std::fixed << double(bytes) / scale << " " << unit << " (" << bytes << " bytes)";
   return std::move(out).str();

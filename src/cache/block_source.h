@@ -11,11 +11,11 @@ namespace pagedkv {
 class BlockSource {
  public:
   virtual ~BlockSource() = default;
-  // Makes the blocks of an extent usable. Errors: kCapacity, kUnavailable; nothing changed.
+  // Makes the blocks of an extent usable. Errors: kCapacity, kNoMemory; nothing changed.
   virtual Status commit(int64_t extent) = 0;
   virtual void decommit(int64_t extent) = 0;
   virtual void copy(BlockId source, BlockId destination) = 0;
-  // Committed bytes of this source, and an estimate of blocks that could still be committed.
+  // Committed bytes of this source, and blocks that could still be committed: never more than commit would give.
   virtual int64_t bytes_committed() const = 0;
   virtual int64_t blocks_left_by_budget() const = 0;
 };

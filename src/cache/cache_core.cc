@@ -57,6 +57,7 @@ SequenceId CacheCore::new_sequence() {
   s = Sequence{};
   s.generation = generation;
   s.live = true;
+  s.version = ++last_version_;
   s.tables.resize(pools_.size());
   return {index, generation};
 }
@@ -123,11 +124,12 @@ int64_t CacheCore::cached_prefix(std::span<const int32_t> prompt, std::span<cons
   return int64_t(match(prompt, keys, root).entries.size()) * options_.block_size;
 }
 
-// The longest prefix of at most n entries whose window groups still hold what the next query sees.
+// The longest prefix of at most n entries whose window groups still hold what the next query sees, and what the
+// last token sees if it is taken back.
 int64_t CacheCore::window_limit(std::span<const uint32_t> entries, int64_t n) const {
   for (int g = 0; g < n_groups();) {
     int64_t missing = -1;
-    const int64_t first = first_needed_block(g, n * options_.block_size);
+    const int64_t first = first_kept_block(g, n * options_.block_size);
     for (int64_t i = n - 1; i >= first && missing < 0; --i)
       if (index_.block(entries[size_t(i)], g) == kNoBlock) missing = i;
     if (missing < 0) {
@@ -160,7 +162,7 @@ Result<Started> CacheCore::start(std::span<const int32_t> prompt, const StartOpt
     const int64_t n = int64_t(found.entries.size());
     for (int g = 0; g < n_groups(); ++g) {
       Table& table = s.tables[size_t(g)];
-      table.first_held = first_needed_block(g, n * block_size);
+      table.first_held = first_kept_block(g, n * block_size);
       for (int64_t i = 0; i < n; ++i) {
         const BlockId block = i < table.first_held ? kNoBlock : index_.block(found.entries[size_t(i)], g);
         if (block != kNoBlock) pools_[size_t(g)]->hold(block);
@@ -242,15 +244,19 @@ Status CacheCore::truncate(SequenceId id, int64_t new_length) {
   if (s.step != 0) return invalid_argument("[truncate] the sequence is in the middle of a step");
   if (new_length < 0 || new_length > s.length)
     return invalid_argument(str("[truncate] length ", new_length, " is asked, the sequence has ", s.length));
+  const int64_t n_blocks = blocks_for(Tokens(new_length), Tokens(options_.block_size)).n;
   for (int g = 0; g < n_groups(); ++g) {
-    const int64_t held_from = s.tables[size_t(g)].first_held * options_.block_size;
-    const int64_t needed_from = std::max<int64_t>(0, new_length - windows_[size_t(g)] + 1);
-    if (windows_[size_t(g)] != 0 && needed_from < new_length && needed_from < held_from) {
-      return invalid_argument(str("[truncate] length ", new_length, " needs keys from position ", needed_from,
-                                  ", the window of ", windows_[size_t(g)], " holds them from ", held_from));
+    // Also a block that only later tokens are written to: with a window of 1 no key before them is needed.
+    const int64_t needed_from = first_needed_block(g, new_length), held_from = s.tables[size_t(g)].first_held;
+    if (needed_from < n_blocks && needed_from < held_from) {
+      return invalid_argument(str("[truncate] length ", new_length, " needs the block of positions ",
+                                  needed_from * options_.block_size, " to ",
+                                  (needed_from + 1) * options_.block_size - 1, ", the window of ",
+                                  windows_[size_t(g)], " holds them from ", held_from * options_.block_size));
     }
   }
   if (new_length == s.length) return Status();
+  s.version = ++last_version_;
   drop_open_entry(s);
   s.length = new_length;
   s.tokens.resize(std::min(s.tokens.size(), size_t(new_length)));
@@ -261,9 +267,8 @@ Status CacheCore::truncate(SequenceId id, int64_t new_length) {
     s.node = parent;
     --s.node_blocks;
   }
-  drop_tail(s, blocks_for(Tokens(new_length), Tokens(options_.block_size)).n);
-  if (new_length == 0)
-    for (Table& table : s.tables) table.first_held = 0;
+  drop_tail(s, n_blocks);
+  for (Table& table : s.tables) table.first_held = std::min(table.first_held, n_blocks);
   sync_open_entry(s);
   return Status();
 }

@@ -59,6 +59,8 @@ class CacheCore {
   Status reserve(std::span<const StepRequest> requests, StepArrays& out);
   // Fills `out` with queries at the last positions of sequences; nothing is taken.
   Status read(std::span<const ReadRequest> requests, StepArrays& out) const;
+  // kStale when a sequence that `read` described has changed since, or is gone: its blocks may be others' now.
+  Status check_current(const StepArrays& reading) const;
   // `rejected` holds a not-ok status for sequences whose rows must not be accepted; same size as the step.
   Result<std::vector<Status>> commit(StepArrays& step, std::span<const Tokens> accepted,
                                      std::vector<Status> rejected);
@@ -97,6 +99,7 @@ class CacheCore {
     bool released = false;        // during a step: its blocks stay until the step ends, the handle is stale now
     bool store = false;           // later prompts may reuse its blocks
     int64_t length = 0;           // committed tokens
+    uint64_t version = 0;         // new with each change of length or tables
     uint64_t step = 0;            // the open step, 0: none
     std::vector<int32_t> tokens;  // ids of the leading tokens; shorter than length once rows without ids came
     uint32_t node = PrefixIndex::kNone;  // pinned: entry of the last indexed full block, or the root
@@ -140,6 +143,7 @@ class CacheCore {
   std::vector<Sequence> sequences_;
   std::vector<uint32_t> free_sequences_;
   uint64_t last_step_ = 0;
+  uint64_t last_version_ = 0;
   Figures figures_;
 };
 

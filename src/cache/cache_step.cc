@@ -7,9 +7,14 @@
 #include "cache/cache_core.h"
 
 namespace pagedkv {
+namespace {
+
+constexpr int64_t kMaxStepTokens = kMaxTokens;  // query_start_loc is int32
+
+}  // namespace
 
 Status CacheCore::check_length(int64_t length, int64_t n_new) const {
-  const int64_t limit = options_.max_context > 0 ? options_.max_context : int64_t{0x7fffffff};
+  const int64_t limit = options_.max_context > 0 ? options_.max_context : kMaxTokens;
   if (n_new <= limit - length) return Status();
   return invalid_argument(
       str("[cache] ", length, " tokens and ", n_new, " new ones pass the context of ", limit, " tokens"));
@@ -20,6 +25,7 @@ Result<std::vector<CacheCore::Sequence*>> CacheCore::begin_step(std::span<const 
                                                                 StepArrays& out) {
   std::vector<Sequence*> sequences;
   Status refused;
+  int64_t n_tokens = 0;
   const uint64_t step = last_step_ + 1;
   out.sequences.clear();
   for (const StepRequest& request : requests) {
@@ -33,9 +39,12 @@ Result<std::vector<CacheCore::Sequence*>> CacheCore::begin_step(std::span<const 
       refused = invalid_argument(str("[reserve] sequence ", request.sequence.index, " has an open step already"));
     else if (n_new < 1)
       refused = invalid_argument(str("[reserve] ", n_new, " new tokens for a sequence, at least 1 is needed"));
+    else if (n_new > kMaxStepTokens - n_tokens)
+      refused = invalid_argument(str("[reserve] more than ", kMaxStepTokens, " new tokens in one step"));
     else
       refused = check_length((*found)->length, n_new);
     if (!refused.ok()) break;
+    n_tokens += n_new;
     (*found)->step = step;
     sequences.push_back(*found);
     out.sequences.push_back({request.sequence, (*found)->length, n_new});
@@ -85,9 +94,10 @@ Status CacheCore::make_room(std::span<Sequence* const> sequences, std::span<cons
     std::string message = str("[reserve] need ", n_tokens, " tokens (", need[size_t(g)], " blocks), have ",
                               have * options_.block_size, " tokens (", have, " blocks)");
     if (n_groups() > 1) message += str(" in group ", g);
-    message += "; " + pool.last_refusal().message();
+    const Status refusal = pool.last_refusal();
+    message += "; " + refusal.message();
     for (auto& each : pools_) each->shrink();
-    return Status(Code::kCapacity, std::move(message));
+    return Status(refusal.code(), std::move(message));
   }
   for (int g = 0; g < n_groups(); ++g) PKV_CHECK(pools_[size_t(g)]->ensure_free(need[size_t(g)]));
   return Status();
@@ -104,6 +114,7 @@ Status CacheCore::reserve(std::span<const StepRequest> requests, StepArrays& out
   // From here on nothing can fail.
   for (size_t i = 0; i < requests.size(); ++i) {
     Sequence& s = *(*sequences)[i];
+    s.version = ++last_version_;
     extend_tables(s, s.length + out.sequences[i].n_new);
     if (int64_t(s.tokens.size()) == s.length)
       s.tokens.insert(s.tokens.end(), requests[i].tokens.begin(), requests[i].tokens.end());
@@ -114,6 +125,8 @@ Status CacheCore::reserve(std::span<const StepRequest> requests, StepArrays& out
 
 Status CacheCore::read(std::span<const ReadRequest> requests, StepArrays& out) const {
   std::vector<const Sequence*> sequences;
+  int64_t n_queries = 0;
+  out.sequences.clear();
   for (const ReadRequest& request : requests) {
     auto found = find(request.sequence);
     if (!found.ok()) return found.status();
@@ -131,9 +144,23 @@ Status CacheCore::read(std::span<const ReadRequest> requests, StepArrays& out) c
                                     ", the window holds them from ", held_from));
     }
     sequences.push_back(&s);
-    out.sequences.push_back({request.sequence, s.length - n, n});
+    if (n > kMaxStepTokens - n_queries)
+      return invalid_argument(str("[plan_read] more than ", kMaxStepTokens, " queries in one plan"));
+    n_queries += n;
+    out.sequences.push_back({request.sequence, s.length - n, n, s.version});
   }
   fill_arrays(sequences, out);
+  return Status();
+}
+
+Status CacheCore::check_current(const StepArrays& reading) const {
+  for (const StepSequence& part : reading.sequences) {
+    const auto found = find(part.id);
+    if (!found.ok()) return found.status();
+    if ((*found)->version != part.version)
+      return Status(Code::kStale, str("[plan] sequence ", part.id.index,
+                                      " has changed since this plan was made; plan_read makes a new one"));
+  }
   return Status();
 }
 
@@ -247,6 +274,7 @@ CacheCore::Sequence* CacheCore::in_step(const StepSequence& part, uint64_t step)
 // Ends a sequence's step at new_length: keys for full blocks, blocks it does not need go back.
 void CacheCore::settle(Sequence& s, int64_t new_length) {
   s.step = 0;
+  s.version = ++last_version_;
   s.length = new_length;
   s.tokens.resize(std::min(s.tokens.size(), size_t(new_length)));
   drop_tail(s, blocks_for(Tokens(new_length), Tokens(options_.block_size)).n);

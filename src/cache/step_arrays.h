@@ -12,6 +12,7 @@ struct StepSequence {
   SequenceId id;
   int64_t old_length = 0;
   int64_t n_new = 0;
+  uint64_t version = 0;  // of a plan that reads: the state of the sequence that its arrays describe
 };
 
 struct StepArrays {

@@ -23,8 +23,8 @@ Result<AddressRange> AddressRange::reserve(int64_t bytes) {
   void* mapping =
       mmap(nullptr, size_t(mapping_size), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED) {
-    return Status(Code::kUnavailable, str("[arena] cannot reserve ", bytes_text(mapping_size),
-                                          " of address space: ", std::strerror(errno)));
+    return Status(Code::kNoMemory, str("[arena] cannot reserve ", bytes_text(mapping_size),
+                                       " of address space: ", std::strerror(errno)));
   }
   range.mapping_ = mapping;
   range.mapping_size_ = mapping_size;
@@ -50,7 +50,7 @@ AddressRange& AddressRange::operator=(AddressRange&& other) noexcept {
 Status AddressRange::commit(int64_t offset, int64_t bytes) {
   std::byte* begin = data_ + offset;
   if (mprotect(begin, size_t(bytes), PROT_READ | PROT_WRITE) != 0) {
-    return Status(Code::kUnavailable, str("[arena] cannot commit ", bytes_text(bytes), ": ", std::strerror(errno)));
+    return Status(Code::kNoMemory, str("[arena] cannot commit ", bytes_text(bytes), ": ", std::strerror(errno)));
   }
   madvise(begin, size_t(bytes), MADV_HUGEPAGE);  // a wish: without huge pages reads are slower, not wrong
   return Status();

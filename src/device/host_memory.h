@@ -17,7 +17,7 @@ constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit -
 class AddressRange {
  public:
   AddressRange() = default;
-  // Errors: kUnavailable with the size and the system's reason.
+  // Errors: kNoMemory with the size and the system's reason.
   static Result<AddressRange> reserve(int64_t bytes);
   ~AddressRange();
   AddressRange(AddressRange&& other) noexcept;
@@ -27,7 +27,7 @@ class AddressRange {
   int64_t size() const { return size_; }
 
   // Makes [offset, offset + bytes) readable and writable, zero-filled, on huge pages where they fit. Page
-  // multiples. Errors: kUnavailable; nothing changed.
+  // multiples. Errors: kNoMemory; nothing changed.
   Status commit(int64_t offset, int64_t bytes);
   // Gives the memory back; the addresses stay reserved. Page multiples.
   void decommit(int64_t offset, int64_t bytes);

@@ -42,6 +42,12 @@ int64_t Arena::bytes_reserved() const {
   return total;
 }
 
+int64_t Arena::blocks_left_by_budget() const {
+  const int64_t left = std::max<int64_t>(0, budget_.limit - budget_.committed);
+  if (committed_bytes(layout_, max_blocks_) - bytes_committed_ <= left) return max_blocks_;
+  return left / layout_.extent_bytes * layout_.extent_blocks;
+}
+
 int64_t Arena::bytes_resident() const {
   int64_t total = 0;
   for (const Region& region : regions_) {
@@ -75,7 +81,7 @@ Status Arena::commit(int64_t index) {
                                        " is used up: ", bytes_text(budget_.committed), " are committed"));
   }
   if (const int64_t room = cgroup_room(); cost > room) {
-    return Status(Code::kCapacity,
+    return Status(Code::kNoMemory,
                   str("the cgroup leaves ", bytes_text(room), ", an extent takes ", bytes_text(cost)));
   }
   if (budget_.inject_failure) {

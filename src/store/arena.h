@@ -24,7 +24,7 @@ struct MemoryBudget {
 class Arena {
  public:
   // Reserves addresses for max_blocks; if the system refuses, for half as many and so on, but never fewer than
-  // min_blocks. `budget` must outlive the arena. Errors: kUnavailable.
+  // min_blocks. `budget` must outlive the arena. Errors: kNoMemory.
   static Result<std::unique_ptr<Arena>> create(ImageLayout layout, int64_t min_blocks, int64_t max_blocks,
                                                MemoryBudget& budget);
   ~Arena();
@@ -34,9 +34,12 @@ class Arena {
   int64_t bytes_reserved() const;
   int64_t bytes_committed() const { return bytes_committed_; }
   int64_t bytes_resident() const;
+  // Blocks without memory that the budget lets this arena commit, never too many: all up to max_blocks() where they
+  // fit, else by whole extents.
+  int64_t blocks_left_by_budget() const;
 
   // Makes the blocks of extent `index` usable. Checks the budget and what the cgroup leaves before it asks the
-  // system. Errors: kCapacity, kUnavailable; nothing changed.
+  // system. Errors: kCapacity (the budget), kNoMemory (the cgroup, the system); nothing changed.
   Status commit(int64_t index);
   // Gives the memory of a committed extent back. A page that a neighbour still uses stays.
   void decommit(int64_t index);

@@ -95,6 +95,24 @@ void place_layer_major(const GroupSpec& group, ImageLayout& layout) {
 
 }  // namespace
 
+int64_t committed_bytes(const ImageLayout& layout, int64_t n_blocks) {
+  int64_t total = 0;
+  for (const RegionSpec& region : layout.regions) total += round_up(region.block_bytes * n_blocks, region.granule);
+  return total;
+}
+
+int64_t blocks_within(const ImageLayout& layout, int64_t bytes) {
+  int64_t least = 0, most = std::clamp<int64_t>(bytes / layout.image_bytes, 0, kMaxBlocks);
+  while (least < most) {
+    const int64_t middle = least + (most - least + 1) / 2;
+    if (committed_bytes(layout, middle) <= bytes)
+      least = middle;
+    else
+      most = middle - 1;
+  }
+  return least;
+}
+
 Result<ImageLayout> plan_image(const GroupSpec& group, int64_t block_size, ArenaOrder order) {
   if (Status status = check_group(group, block_size); !status.ok()) return status;
   ImageLayout layout;

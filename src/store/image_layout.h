@@ -44,6 +44,11 @@ struct ImageLayout {
   std::vector<LayerPlanes> layers;  // in group order
 };
 
+// Bytes that the first n_blocks take once all of them have memory: whole granules of each region.
+int64_t committed_bytes(const ImageLayout& layout, int64_t n_blocks);
+// The most blocks, up to kMaxBlocks, whose committed_bytes() are within `bytes`.
+int64_t blocks_within(const ImageLayout& layout, int64_t bytes);
+
 // Errors: kInvalidArgument naming the value and its limit.
 Result<ImageLayout> plan_image(const GroupSpec& group, int64_t block_size, ArenaOrder order);
 

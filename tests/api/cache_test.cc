@@ -3,6 +3,8 @@
 #include "tests/api/desk.h"
 
 #include <filesystem>
+#include <locale>
+#include <tuple>
 
 #include "pagedkv/log.h"
 
@@ -323,6 +325,212 @@ TEST(Errors, APlanOfAnotherCacheOrAnEndedStepIsRefused) {
   a.cache->abandon(*plan);
   EXPECT_EQ(a.cache->append(*plan, 0, {row.data()}, {row.data()}).code(), Code::kInvalidArgument);
   EXPECT_EQ(a.cache->commit(*plan).status().code(), Code::kInvalidArgument);
+}
+
+TEST(Errors, SizesPastWhatCanBeCountedAreRefusedWithTheLimit) {
+  const GroupSpec group{.shape = {2, 64, 64, {}}, .num_q_heads = 4, .layers = {0}};
+  const auto refused = [](CacheOptions options) {
+    auto made = Cache::create(std::move(options));
+    EXPECT_FALSE(made.ok());
+    return made.status().message();
+  };
+  for (const int64_t huge : {INT64_MAX, int64_t{1} << 40, kMaxTokens + 1}) {
+    const std::string message = refused({.groups = {group}, .max_context = Tokens(huge)});
+    EXPECT_NE(message.find("max_context is " + std::to_string(huge) + ", the limit is 2147483647"),
+              std::string::npos)
+        << message;
+  }
+  const std::string memory = refused({.groups = {group}, .kv_memory = Bytes(INT64_MAX)});
+  EXPECT_NE(memory.find("kv_memory is 9223372036854775807, the limit is 140737488355328"), std::string::npos)
+      << memory;
+
+  // The largest image there is, times the most blocks: the bytes in the message do not wrap.
+  GroupSpec largest{.shape = {4096, 1024, 1024, {Format::kF32, Format::kF32}}};
+  for (int layer = 0; layer < 4096; ++layer) largest.layers.push_back(layer);
+  const std::string bytes =
+      refused({.groups = {largest}, .block_size = Tokens(256), .num_blocks = Blocks(kMaxBlocks)});
+  EXPECT_EQ(bytes.find('-'), std::string::npos) << bytes;
+  EXPECT_NE(bytes.find("kv_memory is "), std::string::npos) << bytes;
+
+  Desk d({.kv_memory = Bytes(8 << 20)});
+  for (const int64_t tokens : {INT64_MAX, INT64_MAX - 1, int64_t{1} << 40, d.cache->capacity().n + 1}) {
+    const Status status = d.cache->grow_to_capacity(Tokens(tokens));
+    EXPECT_EQ(status.code(), Code::kCapacity) << tokens;
+    EXPECT_EQ(status.message().find("need -"), std::string::npos) << status.message();
+  }
+  EXPECT_EQ(d.cache->grow_to_capacity(Tokens(-1)).code(), Code::kInvalidArgument);
+}
+
+TEST(Memory, CapacityAndAvailableAreWhatReserveGives) {
+  for (const ArenaOrder arena : {ArenaOrder::kBlockMajor, ArenaOrder::kLayerMajor})
+    for (const int64_t mib : {3, 15, 33, 50})
+      for (const int64_t num_blocks : {1, 40})
+        for (const int64_t window : {0, 24}) {
+          GroupSpec full{.shape = {1, 64, 64, {}}, .layers = {0, 1}};
+          std::vector<GroupSpec> groups{full};
+          if (window > 0) groups.push_back({.shape = full.shape, .sliding_window = window, .layers = {2}});
+          auto made = Cache::create({.groups = groups,
+                                       .num_blocks = Blocks(num_blocks),
+                                       .kv_memory = Bytes(mib << 20),
+                                       .longest_chunk = Tokens(16),
+                                       .arena = arena,
+                                       .prefix_sharing = false});
+          const auto& cache = *made;
+          const std::string what = std::string(arena_order_name(arena)) + ", " + std::to_string(mib) +
+                                   " MiB, from " + std::to_string(num_blocks) + ", window " +
+                                   std::to_string(window);
+          const SequenceId id = cache->start({})->id;
+          const auto grow = [&](int64_t tokens) {
+            const StepRequest request{.sequence = id, .n_tokens = Tokens(tokens)};
+            auto plan = cache->reserve({&request, 1});
+            return plan.ok() ? cache->commit(*plan).status() : plan.status();
+          };
+          EXPECT_EQ(cache->available(), cache->capacity()) << what;
+          // A window group takes no more than its floor, chunk by chunk.
+          while (cache->available().n > 0) {
+            const int64_t before = cache->available().n;
+            const Status status = grow(std::min<int64_t>(before, 16));
+            ASSERT_TRUE(status.ok()) << what << ": " << status.message();
+            ASSERT_LT(cache->available().n, before) << what;
+          }
+          EXPECT_EQ(cache->length(id)->n, cache->capacity().n) << what;
+          EXPECT_EQ(grow(1).code(), Code::kCapacity) << what;
+          EXPECT_TRUE(cache->verify().ok());
+        }
+}
+
+TEST(Errors, APlanThatReadsIsStaleAfterAChangeAndNeverWrites) {
+  Desk d({.block_size = 4, .sharing = false});
+  d.prefill("a", tokens(0, 6));
+  const ReadRequest request{d.ids["a"], Tokens(1)};
+  std::vector<float> q(size_t(d.o.heads_q * d.o.dk)), out(size_t(d.o.heads_q * d.o.dv)), k = q;
+  auto plan = d.cache->plan_read({&request, 1});
+  ASSERT_TRUE(plan.ok());
+  alignas(64) static std::byte scratch[1 << 19];
+  ASSERT_LE(d.cache->scratch_bytes(*plan, 1).n, int64_t(sizeof scratch));
+  const AttendArgs args{.plan = *plan, .q = q.data(), .out = out.data(), .scratch = scratch};
+  EXPECT_TRUE(d.cache->attend(args).ok());
+  EXPECT_TRUE(d.cache->merge(args).ok());
+
+  // The tail is copied away beside a fork, and its block becomes another sequence's.
+  d.fork("a", "b");
+  EXPECT_TRUE(d.cache->attend(args).ok()) << "a fork changes nothing for its parent";
+  d.append("a", {7});
+  d.close("b");
+  d.prefill("c", tokens(30, 34));
+  EXPECT_EQ(d.cache->attend(args).code(), Code::kStale);
+  EXPECT_EQ(d.cache->merge(args).code(), Code::kStale);
+  EXPECT_EQ(d.cache->scratch_bytes(*plan, 1), Bytes(0));
+  std::vector<float> rows(size_t(4 * 64 * d.o.heads_kv));
+  const Cache::DenseRows dense{.data = rows.data(), .token_stride = 128, .head_stride = 64};
+  EXPECT_EQ(d.cache->read_dense(*plan, 0, 0, Tokens(6), dense, dense).code(), Code::kStale);
+
+  // Its arrays serve the next step, which writes.
+  d.cache->recycle(std::move(*plan));
+  d.expect_right("a", d.append("a", {8}));
+  d.expect_right("c", d.append("c", {9}));
+}
+
+TEST(Errors, PartsOfNothingAndPlansThatWereMovedFromAreRefused) {
+  Desk d({.block_size = 4});
+  d.prefill("a", tokens(0, 4));
+  const StepRequest request{d.ids["a"], {}, Tokens(1)};
+  auto made = d.cache->reserve({&request, 1});
+  ASSERT_TRUE(made.ok());
+  StepPlan plan = std::move(*made);
+  std::vector<float> row(size_t(d.o.heads_q * d.o.dk));
+  alignas(64) static std::byte scratch[1 << 19];
+  const AttendArgs args{.plan = plan, .q = row.data(), .out = row.data(), .scratch = scratch};
+  for (const Part part :
+       {Part{0, 0}, Part{5, 2}, Part{2, 2}, Part{-1, 2}, Part{0, -1}, Part{INT32_MIN, INT32_MIN}}) {
+    EXPECT_EQ(d.cache->append(plan, 0, {row.data()}, {row.data()}, part).code(), Code::kInvalidArgument);
+    EXPECT_EQ(d.cache->attend(args, part).code(), Code::kInvalidArgument);
+    EXPECT_EQ(d.cache->merge(args, part).code(), Code::kInvalidArgument);
+  }
+  StepPlan& moved = *made;
+  EXPECT_EQ(d.cache->commit(moved).status().code(), Code::kInvalidArgument);
+  EXPECT_EQ(d.cache->faults(moved).status().code(), Code::kInvalidArgument);
+  EXPECT_EQ(d.cache->append(moved, 0, {row.data()}, {row.data()}).code(), Code::kInvalidArgument);
+  const AttendArgs of_moved{.plan = moved, .q = row.data(), .out = row.data(), .scratch = scratch};
+  EXPECT_EQ(d.cache->attend(of_moved).code(), Code::kInvalidArgument);
+  EXPECT_EQ(d.cache->merge(of_moved).code(), Code::kInvalidArgument);
+  EXPECT_EQ(d.cache->scratch_bytes(moved, 1), Bytes(0));
+  d.cache->abandon(moved);
+  d.cache->recycle(std::move(moved));
+  EXPECT_EQ(moved.n_tokens() + moved.n_sequences() + std::ssize(moved.positions()), 0);
+
+  EXPECT_TRUE(d.cache->append(plan, 0, {row.data()}, {row.data()}).ok());
+  EXPECT_TRUE(d.cache->commit(plan).ok());
+}
+
+// The stated precondition of what cannot give a Status: checked in debug builds, and never read out of bounds.
+TEST(Errors, AGroupThatIsNoneOfTheCacheReadsNothing) {
+  Desk d({});
+  d.prefill("a", tokens(0, 4));
+  const StepRequest request{d.ids["a"], {}, Tokens(1)};
+  auto plan = d.cache->reserve({&request, 1});
+  for (const int group : {7, -1, INT32_MAX}) {
+#ifdef NDEBUG
+    EXPECT_EQ(d.cache->image_bytes(group), Bytes(0));
+    EXPECT_EQ(d.cache->query_path(group), QueryPath::kF32);
+    EXPECT_TRUE(d.cache->block_views(group).blocks.empty());
+    EXPECT_EQ(plan->group(group).max_blocks, 0);
+#else
+    EXPECT_DEATH(d.cache->image_bytes(group), "broken invariant");
+    EXPECT_DEATH(d.cache->query_path(group), "broken invariant");
+    EXPECT_DEATH(d.cache->block_views(group), "broken invariant");
+    EXPECT_DEATH(plan->group(group), "broken invariant");
+#endif
+    EXPECT_EQ(d.cache->blocks_held(d.ids["a"], group).status().code(), Code::kInvalidArgument);
+    EXPECT_EQ(d.cache->keep_committed(group).status().code(), Code::kInvalidArgument);
+    EXPECT_EQ(d.cache->tensors(group).status().code(), Code::kInvalidArgument);
+  }
+  d.cache->abandon(*plan);
+}
+
+TEST(Keys, DifferWhereTheCachesDifferHoweverTheirNamesAreSpelled) {
+  const GroupSpec first{.shape = {2, 64, 64, {}}, .layers = {0}};
+  GroupSpec second = first;
+  second.layers = {1};
+  const auto key = [](std::vector<GroupSpec> groups, std::string fingerprint) {
+    auto made = Cache::create({.groups = std::move(groups),
+                                 .num_blocks = Blocks(1),
+                                 .kv_memory = Bytes(64 << 20),
+                                 .longest_chunk = Tokens(1),
+                                 .fingerprint = std::move(fingerprint)});
+    return (*made)->prefix_keys(tokens(0, 16)).front();
+  };
+  EXPECT_NE(key({first, second}, "m"), key({second}, "m; off 2x64:64 window 0 0"));
+  EXPECT_NE(key({first, second}, "m"), key({first}, "m; off 2x64:64 window 0 1"));
+  EXPECT_EQ(key({first, second}, "m"), key({first, second}, "m"));
+}
+
+// A decimal comma and grouped digits, as a host program may have set them for the whole process.
+struct ForeignNumbers : std::numpunct<char> {
+  char do_decimal_point() const override { return ','; }
+  char do_thousands_sep() const override { return '.'; }
+  std::string do_grouping() const override { return "\3"; }
+};
+
+TEST(Locale, OfTheHostChangesNeitherKeysNorJsonNorMessages) {
+  const auto texts = [] {
+    auto made = Cache::create({.groups = {{.shape = {1, 64, 64, {}}, .layers = {0, 1000, 2000}}},
+                                 .num_blocks = Blocks(3000),
+                                 .kv_memory = Bytes(256 << 20)});
+    const auto& cache = *made;
+    const SequenceId id = cache->start({})->id;
+    const StepRequest request{.sequence = id, .n_tokens = Tokens(16)};
+    auto plan = cache->reserve({&request, 1});
+    EXPECT_TRUE(cache->commit(*plan).ok());
+    const PrefixKey key = cache->prefix_keys(tokens(0, 16)).front();
+    return std::tuple(to_json(cache->stats()), cache->grow_to_capacity(Tokens(INT64_MAX)).message(),
+                      std::vector<uint8_t>(key.bytes.begin(), key.bytes.end()));
+  };
+  const auto before = texts();
+  const std::locale old = std::locale::global(std::locale(std::locale::classic(), new ForeignNumbers));
+  const auto abroad = texts();
+  std::locale::global(old);
+  EXPECT_EQ(before, abroad);
 }
 
 TEST(Stats, OneSchemaCountsWhatHappened) {

@@ -199,6 +199,72 @@ TEST(Window, BlocksOfAWindowGroupStayFlatWhileTheFullGroupGrows) {
   EXPECT_LE(w.held("a", 1), held + 1);
 }
 
+TEST(Window, OfOneTokenRefusesALengthWhoseLastBlockIsGoneAndTakesAnyOther) {
+  for (const int32_t length : {15, 20}) {
+    World w({.blocks = 16, .windows = {0, 1}});
+    w.prefill("a", tokens(0, length));
+    const Status status = w.truncate("a", 10);
+    EXPECT_EQ(status.code(), Code::kInvalidArgument);
+    EXPECT_NE(status.message().find("length 10 needs the block of positions 8 to 11, the window of 1"),
+              std::string::npos)
+        << status.message();
+    EXPECT_TRUE(w.append("a", tokens(50, 52)).ok());
+    ASSERT_TRUE(w.truncate("a", 8).ok());  // the next token begins a block, and sees itself alone
+    for (int32_t n = 0; n < 9; ++n) ASSERT_TRUE(w.append("a", {n}).ok());
+    w.expect_sound();
+    EXPECT_LE(w.held("a", 1), 2);
+  }
+}
+
+TEST(Window, AHitHoldsWhatTheLastTokenSeesSoThatItCanBeTakenBack) {
+  for (const int64_t window : {1, 4, 5, 6, 9, 13}) {
+    World w({.blocks = 40, .windows = {0, window}});
+    w.prefill("a", tokens(0, 14));
+    ASSERT_EQ(w.start("b", tokens(0, 13)), 12) << window;
+    const ReadRequest last{w.ids["b"], Tokens(1)};
+    StepArrays plan;
+    EXPECT_TRUE(w.core->read({&last, 1}, plan).ok()) << window;
+    const Status status = w.truncate("b", 11);
+    EXPECT_TRUE(status.ok()) << status.message();
+    EXPECT_TRUE(w.append("b", {1, 2}).ok());
+    w.expect_sound();
+  }
+}
+
+TEST(Read, APlanIsStaleOnceItsSequenceHasChanged) {
+  World w({.blocks = 8, .sharing = false});
+  w.prefill("a", tokens(0, 6));
+  const auto plan_of_a = [&w] {
+    const ReadRequest request{w.ids["a"], Tokens(1)};
+    StepArrays plan;
+    EXPECT_TRUE(w.core->read({&request, 1}, plan).ok());
+    return plan;
+  };
+  const StepArrays first = plan_of_a();
+  w.prefill("other", tokens(20, 23));
+  EXPECT_TRUE(w.core->check_current(first).ok()) << "another sequence changes nothing for it";
+
+  // Its tail is copied away beside a fork; the fork's end frees the block that the plan names.
+  w.fork("a", "b");
+  StepArrays step;
+  ASSERT_TRUE(w.reserve({{"a", {7}}}, step).ok());
+  w.close("b");
+  w.prefill("c", tokens(40, 44));
+  EXPECT_EQ(w.core->check_current(first).code(), Code::kStale);
+  w.core->abandon(step);
+  EXPECT_EQ(w.core->check_current(first).code(), Code::kStale);
+
+  const StepArrays second = plan_of_a();
+  EXPECT_TRUE(w.truncate("a", 6).ok());  // the same length: no change
+  EXPECT_TRUE(w.core->check_current(second).ok());
+  EXPECT_TRUE(w.truncate("a", 5).ok());
+  EXPECT_EQ(w.core->check_current(second).code(), Code::kStale);
+
+  const StepArrays third = plan_of_a();
+  w.close("a");
+  EXPECT_EQ(w.core->check_current(third).code(), Code::kStale);
+}
+
 TEST(Step, AReserveThatCannotBeMetChangesNothing) {
   World w({.blocks = 4, .sharing = false});
   w.prefill("a", tokens(0, 6));
@@ -231,6 +297,32 @@ TEST(Step, BadRequestsNameWhatIsWrong) {
   EXPECT_EQ(w.core->commit(step, {}, {}).status().code(), Code::kInvalidArgument);
   EXPECT_EQ(w.core->length(w.ids["a"]).value(), 4);
   w.expect_sound();
+}
+
+TEST(Growth, ARefusalOfTheSystemIsToldApartFromAFullPool) {
+  World w({.blocks = 8, .floor = 1, .sharing = false});
+  w.start("a", {});
+  w.source().fail_after = 0;
+  const Status refused = w.append("a", tokens(0, 8));
+  EXPECT_EQ(refused.code(), Code::kNoMemory);
+  EXPECT_NE(refused.message().find("need 8 tokens (2 blocks), have 4 tokens (1 blocks)"), std::string::npos)
+      << refused.message();
+  w.expect_sound();
+  w.source().fail_after = -1;
+  EXPECT_TRUE(w.append("a", tokens(0, 32)).ok());
+  EXPECT_EQ(w.append("a", {1}).code(), Code::kCapacity);
+}
+
+TEST(Step, MoreTokensThanPlansCanCountAreRefused) {
+  World w({.blocks = 8});
+  w.prefill("a", tokens(0, 2));
+  w.prefill("b", tokens(10, 12));
+  const StepRequest huge[] = {{.sequence = w.ids["a"], .n_tokens = Tokens(int64_t{1} << 30)},
+                              {.sequence = w.ids["b"], .n_tokens = Tokens(int64_t{1} << 30)}};
+  StepArrays step;
+  EXPECT_EQ(w.core->reserve(huge, step).code(), Code::kInvalidArgument);
+  w.expect_sound();
+  EXPECT_TRUE(w.append("b", {1}).ok());
 }
 
 TEST(Growth, OneTokenAtATimeFailsAtTheCapWithTheFirstTokensIntact) {  // O-MEM-01

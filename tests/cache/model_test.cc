@@ -33,6 +33,7 @@ class RandomWorld {
     EXPECT_EQ(world_.core->index().size(), 0u);
     EXPECT_GT(hits_, operations / 100);
     EXPECT_GT(refused_, operations / 1000);
+    EXPECT_GT(stale_, operations / 1000);
   }
 
  private:
@@ -68,12 +69,44 @@ class RandomWorld {
       world_.expect_content(name);
     } else if (choice < 92) {
       world_.close(name);
-    } else if (choice < 96) {
+    } else if (choice < 94) {
       batch();
-    } else if (choice < 97) {
+    } else if (choice < 95) {
       world_.core->clear_cached();
+    } else if (choice < 97) {
+      read(name);
+    } else if (choice < 98) {
+      look_again();
     } else {
       world_.expect_content(name);
+    }
+  }
+
+  // A plan that reads is kept, over whatever changes come.
+  void read(const std::string& name) {
+    const int64_t length = int64_t(world_.history[name].size());
+    const ReadRequest request{world_.ids[name], Tokens(1 + below(3))};
+    StepArrays plan;
+    const Status status = world_.core->read({&request, 1}, plan);
+    if (!status.ok()) return;
+    ASSERT_LE(request.n_queries.n, length);
+    world_.expect_reads(plan, 0, world_.history[name]);
+    reads_.push_back({plan, name, world_.history[name]});
+    if (reads_.size() > 8) reads_.erase(reads_.begin());
+  }
+  // One that is still current reads what it read; any other is refused.
+  void look_again() {
+    for (const Reading& reading : reads_) {
+      const auto now = world_.history.find(reading.name);
+      const bool same = now != world_.history.end() && now->second == reading.history;
+      const Status status = world_.core->check_current(reading.plan);
+      if (status.ok()) {
+        ASSERT_TRUE(same) << "a plan of other content is current";
+        world_.expect_reads(reading.plan, 0, reading.history);
+      } else {
+        ASSERT_EQ(status.code(), Code::kStale);
+        ++stale_;
+      }
     }
   }
 
@@ -84,7 +117,16 @@ class RandomWorld {
     options.reuse = below(8) != 0;
     options.store = below(8) != 0;
     const std::string name = fresh_name();
-    hits_ += world_.start(name, prompt, options) > 0;
+    const int64_t reused = world_.start(name, prompt, options);
+    hits_ += reused > 0;
+    if (reused > 0 && below(4) == 0) {  // one token can be taken back, and what the last one sees be read
+      const ReadRequest request{world_.ids[name], Tokens(1)};
+      StepArrays plan;
+      ASSERT_TRUE(world_.core->read({&request, 1}, plan).ok());
+      world_.expect_reads(plan, 0, world_.history[name]);
+      const Status status = world_.truncate(name, reused - 1);
+      ASSERT_TRUE(status.ok()) << status.message();
+    }
     const std::vector<int32_t> rest(prompt.begin() + int64_t(world_.history[name].size()), prompt.end());
     if (!world_.append(name, rest).ok()) ++refused_;
   }
@@ -133,7 +175,13 @@ class RandomWorld {
   std::mt19937 random_;
   bool fail_commits_;
   int next_name_ = 0;
-  int64_t hits_ = 0, refused_ = 0;
+  int64_t hits_ = 0, refused_ = 0, stale_ = 0;
+  struct Reading {
+    StepArrays plan;
+    std::string name;
+    std::vector<int32_t> history;
+  };
+  std::vector<Reading> reads_;
 };
 
 const WorldOptions kFull{.blocks = 40, .block_size = 4, .windows = {0}, .floor = 4, .extent = 3};
@@ -145,6 +193,13 @@ TEST(Model, AMillionOperationsOnAFullGroupKeepEveryInvariantAndEveryToken) {
 TEST(Model, TheSameWithAFailureInjectedAtCommitsOfMemory) { RandomWorld(kFull, 2, true).run(kOperations); }
 TEST(Model, AFullAndAWindowGroupStayInStep) { RandomWorld(kMixed, 3, false).run(kOperations / 4); }
 TEST(Model, AFullAndAWindowGroupStayInStepWhenCommitsFail) { RandomWorld(kMixed, 4, true).run(kOperations / 4); }
+// A window may end anywhere in a block, and be smaller than one.
+TEST(Model, WindowsOfAnyWidthStayInStep) {
+  for (int64_t window = 1; window <= 10; ++window)
+    RandomWorld({.blocks = 40, .block_size = 4, .windows = {0, window}, .floor = 4, .extent = 3},
+                uint32_t(100 + window), window % 2 == 0)
+        .run(kOperations / 40);
+}
 TEST(Model, WindowsOnlyOrBlocksOfOneTokenWorkToo) {
   RandomWorld({.blocks = 14, .block_size = 4, .windows = {6}, .floor = 1, .extent = 2}, 5, false)
       .run(kOperations / 10);

@@ -25,7 +25,7 @@ class FakeSource : public BlockSource {
 
   Status commit(int64_t extent) override {
     ++commit_calls;
-    if (fail_after >= 0 && fail_after-- == 0) return Status(Code::kUnavailable, "injected");
+    if (fail_after >= 0 && fail_after-- == 0) return Status(Code::kNoMemory, "injected");
     EXPECT_FALSE(committed_[size_t(extent)]) << "extent " << extent << " committed twice";
     committed_[size_t(extent)] = true;
     ++n_committed_;
@@ -178,6 +178,24 @@ class World {
         ASSERT_EQ(sources_[size_t(g)]->at(int64_t(block) * options_.block_size + p % options_.block_size),
                   hashes[size_t(p)])
             << name << " reads foreign content at position " << p << " of " << own.size() << " in group " << g;
+      }
+    }
+  }
+  // Row `i` of a plan names, from its first query's window on, slots with the hashes of this history.
+  void expect_reads(const StepArrays& plan, size_t i, const std::vector<int32_t>& own) {
+    ASSERT_EQ(plan.seq_lens[i], int64_t(own.size()));
+    std::vector<uint64_t> hashes;
+    uint64_t hash = kSeed;
+    for (int32_t token : own) hashes.push_back(hash = mix(hash, token));
+    for (size_t g = 0; g < sources_.size(); ++g) {
+      const int64_t window = options_.windows[g];
+      const int64_t from = window == 0 ? 0 : std::max<int64_t>(0, plan.sequences[i].old_length - window + 1);
+      const StepArrays::Group& group = plan.groups[g];
+      for (int64_t p = from; p < int64_t(own.size()); ++p) {
+        const int64_t block = group.block_tables[i * size_t(group.max_blocks) + size_t(p / options_.block_size)];
+        ASSERT_GE(block, 0);
+        ASSERT_EQ(sources_[g]->at(block * options_.block_size + p % options_.block_size), hashes[size_t(p)])
+            << "a plan reads foreign content at position " << p << " in group " << g;
       }
     }
   }

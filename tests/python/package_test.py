@@ -74,7 +74,8 @@ except ImportError as error:
 def test_errors_are_of_the_classes_that_callers_catch():
     for error, standard in ((pagedkv.CapacityError, ValueError), (pagedkv.NotFiniteError, ValueError),
                             (pagedkv.StaleError, LookupError), (pagedkv.UnsupportedError, NotImplementedError),
-                            (pagedkv.CorruptError, ValueError), (pagedkv.UnavailableError, RuntimeError)):
+                            (pagedkv.CorruptError, ValueError), (pagedkv.UnavailableError, RuntimeError),
+                            (pagedkv.NoMemoryError, MemoryError)):
         assert issubclass(error, standard) and issubclass(error, pagedkv.PagedKVError)
 
 
