@@ -96,7 +96,7 @@ Result<Record> prefix_lookup(int64_t n_tokens) {
   std::vector<double> samples;
   for (int i = 0; i < 60; ++i) {
     const double begin = now_seconds();
-    const Tokens hit = (*cache)->cached_prefix(prompt, keys);
+    const Tokens hit = (*cache)->match(prompt, keys).cached;
     const double seconds = now_seconds() - begin;
     if (hit.n < n_tokens - 16) return Status(Code::kInternal, "[bench] the prefix was not found");
     if (i >= 10) samples.push_back(seconds);

@@ -161,7 +161,7 @@ class Chat {
               turns_.empty() ? "the message is too long" : "/drop forgets the oldest turn, then try again")));
     }
     engine::GenerateRequest request{
-        .prompt = std::move(*prompt), .sampling = options_.sampling, .stop = options_.stop};
+        .prompt = std::move(*prompt), .sampling = options_.sampling, .stop = options_.stop, .own_text = true};
     if (options_.max_tokens) request.max_tokens = *options_.max_tokens;
 
     interrupted = 0;
@@ -178,9 +178,8 @@ class Chat {
     tell(*result);
     if (result->tokens_out == 0 && result->finish_reason == FinishReason::kCancelled) return;
     turn.assistant.content = result->text;
-    std::string pieces;
-    for (const int32_t token : result->tokens) pieces += engine_.text().piece(token);
-    if (pieces == result->text) turn.assistant.tokens = result->tokens;  // not where a stop string was cut off
+    const bool whole = engine_.text().spell(result->tokens) == result->text;  // else a stop string was cut off
+    if (whole) turn.assistant.tokens = result->tokens;
     turns_.push_back(std::move(turn));
   }
 

@@ -294,8 +294,8 @@ void add_run_options(CLI::App& command, RunOptions& options) {
       })
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   add_sampling_options(command, options.sampling);
-  add(command, "--seed", "N", "0 to 4294967295, default 0. The same seed gives the same answer",
-      whole(0, UINT32_MAX, [&options](int64_t n) { options.sampling.seed = static_cast<uint32_t>(n); }));
+  add(command, "--seed", "N", "0 to 9223372036854775807, default 0. The same seed gives the same answer",
+      whole(0, INT64_MAX, [&options](int64_t n) { options.sampling.seed = static_cast<uint64_t>(n); }));
   command.add_flag("--stats", options.stats, wrapped("all counters of the cache on stderr, after the answer"))
       ->excludes(interactive);
   add_json(command, options.json, "one JSON object on stdout instead of the answer as it comes")

@@ -110,7 +110,10 @@ int run(const RunOptions& options) {
   if (!engine.ok()) return fail(engine.status());
   if (options.interactive) return chat(options, **engine);
 
-  engine::GenerateRequest request{.prompt = {}, .sampling = options.sampling, .stop = options.stop};
+  engine::GenerateRequest request{.prompt = {},
+                                  .sampling = options.sampling,
+                                  .stop = options.stop,
+                                  .own_text = !options.raw && (*engine)->text().has_chat_template()};
   if (options.max_tokens) request.max_tokens = *options.max_tokens;
   auto tokens = prompt_tokens(options, (*engine)->text(), *prompt);
   if (!tokens.ok()) return fail(tokens.status());

@@ -34,16 +34,18 @@ Status check_prompt(std::span<const int32_t> prompt, Tokens context, int64_t voc
 }
 
 // The last token of an answer needs no slot: it is never fed to the model. Hence one more than the context leaves.
-Answer::Answer(const Text& text, int64_t n_prompt, Tokens context, const AnswerOptions& options)
+Answer::Answer(const Text& text, std::span<const int32_t> prompt, Tokens context, const AnswerOptions& options)
     : text_(text),
-      room_(options.max_tokens.n < 0 ? context.n - n_prompt + 1
-                                     : std::min(options.max_tokens.n, context.n - n_prompt + 1)),
+      room_(options.max_tokens.n < 0 ? context.n - std::ssize(prompt) + 1
+                                     : std::min(options.max_tokens.n, context.n - std::ssize(prompt) + 1)),
       ignore_end_(options.ignore_end),
+      begins_text_(text.has_space_prefix() &&
+                   (options.own_text || prompt.empty() || text.is_control(prompt.back()))),
       stream_(options.stop) {}
 
 Result<std::unique_ptr<Answer>> Answer::begin(const Text& text, std::span<const int32_t> prompt, Tokens context,
                                               const AnswerOptions& options) {
-  std::unique_ptr<Answer> answer(new Answer(text, std::ssize(prompt), context, options));
+  std::unique_ptr<Answer> answer(new Answer(text, prompt, context, options));
   auto sampler = text.make_sampler(options.sampling);
   if (!sampler.ok()) return sampler.status();
   answer->sampler_ = std::move(*sampler);
@@ -51,15 +53,22 @@ Result<std::unique_ptr<Answer>> Answer::begin(const Text& text, std::span<const 
   return answer;
 }
 
-Answer::Grown Answer::grow(std::span<const float> logits) {
-  Grown grown{.token = sampler_->sample(logits)};
+Result<Answer::Grown> Answer::grow(std::span<const float> logits) {
+  const auto token = sampler_->sample(logits);
+  if (!token.ok()) return token.status();
+  Grown grown{.token = *token};
   if (!ignore_end_ && text_.is_end(grown.token)) {
     grown.text = stream_.finish();
     grown.finish = FinishReason::kStop;
     return grown;
   }
   tokens_.push_back(grown.token);
-  grown.text = stream_.push(text_.piece(grown.token));
+  std::string piece = text_.piece(grown.token);
+  if (begins_text_ && !piece.empty()) {
+    if (piece.front() == ' ') piece.erase(0, 1);
+    begins_text_ = false;
+  }
+  grown.text = stream_.push(piece);
   if (stream_.stopped()) {
     grown.finish = FinishReason::kStop;
   } else if (std::ssize(tokens_) >= room_) {

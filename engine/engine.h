@@ -91,6 +91,7 @@ struct GenerateRequest {
   Tokens max_tokens{-1};  // < 0: until the context is full
   SamplingOptions sampling;
   std::vector<std::string> stop;
+  bool own_text = false;  // AnswerOptions::own_text
 };
 
 struct GenerateResult {
@@ -150,7 +151,8 @@ class Engine : public StepModel {
 
   // Answers one prompt. `on_text` gets the answer as it comes and returns false to cancel; it is also called, with
   // empty text, between the chunks of a long prompt. The sequence is released at the end; its blocks stay cached.
-  // Errors: kInvalidArgument (prompt empty or not shorter than the context, sampling), kCapacity.
+  // Errors: kInvalidArgument (prompt empty or not shorter than the context, sampling, a grammar that nothing fits),
+  // kCapacity, kNoMemory, kNotFinite.
   Result<GenerateResult> generate(const GenerateRequest& request,
                                   const std::function<bool(std::string_view)>& on_text = {});
 

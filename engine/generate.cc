@@ -13,7 +13,9 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-double per_second(int64_t n, double seconds) { return seconds > 0 ? static_cast<double>(n) / seconds : 0; }
+double per_second(int64_t n, double seconds) {
+  return n > 0 && seconds > 0 ? static_cast<double>(n) / seconds : 0;
+}
 
 // Ends a sequence however its scope is left. Its full blocks stay cached for the next prompt.
 class SequenceGuard {
@@ -42,7 +44,7 @@ Result<GenerateResult> Engine::generate(const GenerateRequest& request,
     return Status(s.code(), "[generate] " + s.message());
   auto answer =
       Answer::begin(*e.text, request.prompt, e.context,
-                    {.max_tokens = request.max_tokens, .sampling = request.sampling, .stop = request.stop});
+                    {.max_tokens = request.max_tokens, .sampling = request.sampling, .stop = request.stop, .own_text = request.own_text});
   if (!answer.ok()) return answer.status();
 
   GenerateResult result;
@@ -88,13 +90,14 @@ Result<GenerateResult> Engine::generate(const GenerateRequest& request,
 
   clock = std::chrono::steady_clock::now();
   for (;;) {
-    const Answer::Grown grown = (*answer)->grow(logits);
-    const bool wanted = grown.text.empty() || show(grown.text);
-    if (grown.finish || !wanted) {
-      result.finish_reason = grown.finish.value_or(FinishReason::kCancelled);
+    const auto grown = (*answer)->grow(logits);
+    if (!grown.ok()) return grown.status();
+    const bool wanted = grown->text.empty() || show(grown->text);
+    if (grown->finish || !wanted) {
+      result.finish_reason = grown->finish.value_or(FinishReason::kCancelled);
       break;
     }
-    auto out = forward({&grown.token, 1});
+    auto out = forward({&grown->token, 1});
     if (!out.ok()) return out.status();
     logits = *out;
   }

@@ -8,9 +8,12 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <unordered_map>
 #include <utility>
+
+#include "pagedkv/log.h"
 
 namespace pagedkv::engine {
 namespace {
@@ -152,6 +155,12 @@ struct Scheduler::Impl {
   std::unordered_map<uint64_t, std::unique_ptr<Job>> jobs;
   std::deque<Stream*> waiting;   // in the order of arrival
   std::vector<Stream*> running;  // in the order of admission
+  struct End {
+    std::shared_ptr<RequestSink> sink;
+    Status status;
+    Usage usage;
+  };
+  std::vector<End> ended;  // requests whose sinks have not heard of it
   SchedulerStats figures;
   bool changed = false;  // requests came or ended since the last publish()
   Clock::time_point last_publish{}, last_resident{};
@@ -219,9 +228,11 @@ struct Scheduler::Impl {
         const auto begin = Clock::now();
         admit();
         if (changed) publish(true);  // requests came or went: not only after the step
+        tell_ends();
         step();
         figures.busy_seconds += seconds(Clock::now() - begin);
         publish(changed);
+        tell_ends();
       }
       end_all(Status(Code::kUnavailable, "the server was stopped"));
     } catch (const std::exception& error) {
@@ -250,6 +261,7 @@ struct Scheduler::Impl {
       while (idle() && !stopping) {
         lock.unlock();
         publish(true);
+        tell_ends();
         lock.lock();
         if (!idle() || stopping) break;
         const bool watched = Clock::now() < blocks_wanted_until;
@@ -300,10 +312,10 @@ struct Scheduler::Impl {
       const auto same = std::mismatch(keys.begin(), keys.end(), theirs.begin(), theirs.end()).first - keys.begin();
       if (other->computed / block < same) longest = std::max<int64_t>(longest, same * block);
     }
-    return longest > 0 && longest > cached(s);
+    return longest > 0 && longest > match(s).cached.n;
   }
-  int64_t cached(const Stream& s) const {
-    return cache.cached_prefix(s.job->request.prompt, s.job->keys, s.job->request.name_space).n;
+  PrefixMatch match(const Stream& s) const {
+    return cache.match(s.job->request.prompt, s.job->keys, s.job->request.name_space);
   }
 
   // In the order of arrival. One that does not fit may be passed by smaller ones, but not for ever; one whose
@@ -333,22 +345,20 @@ struct Scheduler::Impl {
   // Opens the sequence if there is room for what is to be computed and for some growth.
   bool place(Stream& s) {
     Job& job = *s.job;
-    const bool alone = running.empty();
-    const int64_t block = cache.options().block_size.n;
-    const int64_t growth = alone ? 1 : job.slots(s) * (options.growth.n + block) + promised();
-    // What is cached of it may be held by nobody, and count as room: start() makes it certain.
-    if (!alone && std::ssize(s.tokens) - cached(s) + growth > cache.available().n) return false;
-    auto started = cache.start(s.tokens, {.name_space = job.request.name_space});
+    if (!running.empty()) {
+      const int64_t growth = job.slots(s) * (options.growth.n + cache.options().block_size.n) + promised();
+      const PrefixMatch found = match(s);
+      // Cached blocks that nobody holds count as available until this one holds them.
+      if (std::ssize(s.tokens) - found.cached.n + growth > cache.available().n - found.idle.n) return false;
+    }
+    // What it had before it was preempted is no hit: it was counted when it came.
+    auto started = cache.start(s.tokens, {.name_space = job.request.name_space, .counted = !job.admitted});
     if (!started.ok()) {
       end(job, started.status());
       return false;
     }
     s.sequence = started->id;
     s.computed = started->reused.n;
-    if (!alone && s.pending() + growth > cache.available().n) {
-      static_cast<void>(cache.release(s.sequence));
-      return false;
-    }
     if (!job.admitted) {
       job.admitted = true;
       job.usage.cached_tokens = started->reused.n;
@@ -413,7 +423,8 @@ struct Scheduler::Impl {
         take(chosen, *out);
         return;
       }
-      if (out.status().code() == Code::kCapacity && running.size() > 1) {
+      const bool no_room = out.status().code() == Code::kCapacity || out.status().code() == Code::kNoMemory;
+      if (no_room && running.size() > 1) {
         preempt();
         continue;
       }
@@ -461,39 +472,61 @@ struct Scheduler::Impl {
   void take(const std::vector<Share>& chosen, const StepOutput& out) {
     const auto vocab = static_cast<size_t>(text.vocab_size());
     const auto now = Clock::now();
-    std::vector<Stream*> gone;  // their request failed in this step
+    std::vector<Job*> owners;  // of the chosen: a request that fails takes its other choices with it
+    for (const Share& share : chosen) owners.push_back(share.stream->job);
+    std::vector<Job*> gone;
     for (size_t i = 0; i < chosen.size(); ++i) {
-      Stream& s = *chosen[i].stream;
-      if (!out.statuses[i].ok()) {
-        const Status why = out.statuses[i];
-        Job* failed = s.job;
-        for (size_t j = i + 1; j < chosen.size(); ++j)  // its other choices are gone with it
-          if (chosen[j].stream->job == failed) gone.push_back(chosen[j].stream);
-        end(*failed, why);
-        continue;
+      Job& job = *owners[i];
+      if (std::find(gone.begin(), gone.end(), &job) != gone.end()) continue;
+      Status status = out.statuses[i];
+      if (status.ok()) {
+        const auto row = static_cast<size_t>(out.first_row[i]) * vocab;
+        status = go_on(*chosen[i].stream, chosen[i].n_tokens, out.logits, row, vocab, now);
       }
-      if (std::find(gone.begin(), gone.end(), &s) != gone.end()) continue;
-      const int64_t n_prompt = std::ssize(s.job->request.prompt);
-      figures.prompt_tokens_computed += std::max<int64_t>(0, std::min(chosen[i].n_tokens, n_prompt - s.computed));
-      s.computed += chosen[i].n_tokens;
-      if (s.pending() > 0) continue;
-      const auto logits = out.logits.subspan(static_cast<size_t>(out.first_row[i]) * vocab, vocab);
-      // The other choices begin here: they share the blocks of the prompt.
-      std::vector<Stream*> grown{&s};
-      if (s.choice == 0)
-        while (std::ssize(s.job->streams) < s.job->request.n) grown.push_back(fork(s));
-      for (Stream* stream : grown) grow(*stream, logits, now);
+      if (status.ok()) continue;
+      gone.push_back(&job);
+      end(job, status);
     }
   }
 
-  Stream* fork(Stream& first) {
+  // The rows of a stream's tokens are stored: its answers grow once the last one is. Whatever goes wrong is this
+  // request's alone.
+  Status go_on(Stream& s, int64_t n_tokens, std::span<const float> logits, size_t row, size_t vocab, Clock::time_point now) {
+    const int64_t n_prompt = std::ssize(s.job->request.prompt);
+    figures.prompt_tokens_computed += std::max<int64_t>(0, std::min(n_tokens, n_prompt - s.computed));
+    s.computed += n_tokens;
+    if (s.pending() > 0) return Status();
+    try {
+      // The other choices begin here: they share the blocks of the prompt.
+      std::vector<Stream*> grown{&s};
+      while (s.choice == 0 && std::ssize(s.job->streams) < s.job->request.n) {
+        auto forked = fork(s);
+        if (!forked.ok()) return forked.status();
+        grown.push_back(*forked);
+      }
+      for (Stream* stream : grown)
+        if (Status status = grow(*stream, logits.subspan(row, vocab), now); !status.ok()) return status;
+      return Status();
+    } catch (const std::bad_alloc&) {
+      return Status(Code::kNoMemory, "no memory for the answer");
+    } catch (const std::exception& error) {
+      return Status(Code::kInternal, std::string("the answer could not go on: ") + error.what());
+    }
+  }
+
+  Result<Stream*> fork(Stream& first) {
     Job& job = *first.job;
     auto stream = std::make_unique<Stream>();
     AnswerOptions options_of = job.request.answer;
-    options_of.sampling.seed += static_cast<uint32_t>(job.streams.size());
-    // What made the first one made this, and a live sequence can be forked: neither fails.
-    stream->answer = Answer::begin(text, job.request.prompt, context, options_of).value();
-    stream->sequence = cache.fork(first.sequence).value();
+    options_of.sampling.seed += job.streams.size();
+    auto answer = Answer::begin(text, job.request.prompt, context, options_of);
+    if (!answer.ok()) return answer.status();
+    stream->answer = std::move(*answer);
+    job.streams.reserve(job.streams.size() + 1);
+    running.reserve(running.size() + 1);
+    auto sequence = cache.fork(first.sequence);
+    if (!sequence.ok()) return sequence.status();
+    stream->sequence = *sequence;
     stream->job = &job;
     stream->choice = std::ssize(job.streams);
     stream->tokens = first.tokens;
@@ -503,11 +536,13 @@ struct Scheduler::Impl {
     return running.back();
   }
 
-  // Draws the stream's next token. Destroys the stream's job with its last choice.
-  void grow(Stream& s, std::span<const float> logits, Clock::time_point now) {
+  // Draws the stream's next token. Destroys the stream's job with its last choice, and then nothing fails any more.
+  Status grow(Stream& s, std::span<const float> logits, Clock::time_point now) {
     Job& job = *s.job;
     const auto before = s.answer->tokens().size();
-    Answer::Grown grown = s.answer->grow(logits);
+    auto drawn = s.answer->grow(logits);
+    if (!drawn.ok()) return drawn.status();
+    Answer::Grown& grown = *drawn;
     const bool counts = s.answer->tokens().size() > before;  // else it is the token that ends the answer
     job.usage.completion_tokens += counts;
     figures.generated_tokens += counts;
@@ -527,7 +562,7 @@ struct Scheduler::Impl {
       delta.tokens.push_back(scores_of(logits, grown.token, job.request.top_logprobs));
     const bool said = !delta.text.empty() || !delta.tokens.empty() || delta.finish;
     if (said) job.sink->on_delta(std::move(delta));
-    if (!grown.finish) return;
+    if (!grown.finish) return Status();
     job.length |= *grown.finish == FinishReason::kLength;
     leave(s);
     {
@@ -535,6 +570,7 @@ struct Scheduler::Impl {
       --open_streams;
     }
     if (--job.open == 0) finish(job, Status(), job.length ? figures.finished_length : figures.finished_stop);
+    return Status();
   }
 
   // --- ends -----------------------------------------------------------------------------------------------------
@@ -558,13 +594,27 @@ struct Scheduler::Impl {
     changed = true;
     job.usage.total_seconds = seconds(Clock::now() - job.arrived);
     figures.request_seconds.add(job.usage.total_seconds);
+    ended.push_back({std::move(job.sink), status, job.usage});
+    jobs.erase(static_cast<uint64_t>(job.id));
+  }
+
+  // Ends are told once the published figures hold them: who asks for figures then finds his request in them.
+  void tell_ends() {
+    if (ended.empty()) return;
+    std::vector<End> told;
+    told.swap(ended);
     {
       const std::lock_guard lock(mutex);
-      --open_requests;
+      open_requests -= std::ssize(told);
     }
-    const auto owned = std::move(jobs.at(static_cast<uint64_t>(job.id)));
-    jobs.erase(static_cast<uint64_t>(job.id));
-    owned->sink->on_end(status, owned->usage);
+    for (const End& end : told) tell(*end.sink, end.status, end.usage);
+  }
+  static void tell(RequestSink& sink, const Status& status, const Usage& usage) {
+    try {
+      sink.on_end(status, usage);
+    } catch (const std::exception& error) {  // it has no other way to hear of anything
+      notice(std::string("[scheduler] the end of a request could not be told: ") + error.what());
+    }
   }
 
   void end_all(const Status& status) {
@@ -575,9 +625,10 @@ struct Scheduler::Impl {
       for (const auto& job : not_begun) open_streams -= job->open;
       open_requests -= std::ssize(not_begun);
     }
-    for (const auto& job : not_begun) job->sink->on_end(status, job->usage);
+    for (const auto& job : not_begun) tell(*job->sink, status, job->usage);
     while (!jobs.empty()) end(*jobs.begin()->second, status);
     publish(true);
+    tell_ends();
   }
 
   // --- figures --------------------------------------------------------------------------------------------------

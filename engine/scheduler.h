@@ -33,7 +33,7 @@ struct SchedulerOptions {
 
 struct ServeRequest {
   std::vector<int32_t> prompt;
-  AnswerOptions answer = {};    // seed: of choice 0; choice i has seed + i
+  AnswerOptions answer = {};    // seed: of choice 0; choice i has seed + i, after 2^64 - 1 comes 0
   int64_t n = 1;                // choices; they share the prompt's blocks
   int64_t top_logprobs = -1;    // alternatives to report with each token, 0 to 20; < 0: no log-probabilities at all
   std::string name_space = {};  // prompts of different namespaces never share blocks
@@ -73,8 +73,9 @@ class RequestSink {
  public:
   virtual ~RequestSink() = default;
   virtual void on_delta(Delta delta) = 0;
-  // The last call. Not ok: the request failed (kCapacity, kNotFinite, kUnavailable, kInternal). A request that was
-  // cancelled ends ok; its choices had no finish.
+  // The last call; Scheduler::stats() holds the request by then. Not ok: the request failed (kInvalidArgument: no token
+  // fits its grammar; kCapacity, kNoMemory, kNotFinite, kUnavailable, kInternal). A request that was cancelled ends ok;
+  // its choices had no finish.
   virtual void on_end(const Status& status, const Usage& usage) = 0;
 };
 

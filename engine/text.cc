@@ -1,20 +1,24 @@
-// The one file of the engine that knows libllama.
+// With sampler.cc, the engine's only file that knows libllama.
 #include "engine/text.h"
 
 #include <llama.h>
 
+#include <array>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <deque>
 #include <functional>
+#include <locale>
 #include <mutex>
 #include <new>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <unordered_map>
 #include <utility>
 
+#include "engine/sampler.h"
 #include "pagedkv/log.h"
 
 namespace pagedkv::engine {
@@ -49,167 +53,28 @@ template <class Number>
 Status check_range(const char* option, Number value, Number low, Number high) {
   if (value >= low && value <= high) return Status();  // false for NaN
   std::ostringstream message;
+  message.imbue(std::locale::classic());
   message << "[sampling] " << option << " is " << value << ", allowed are " << low << " to " << high;
   return invalid_argument(std::move(message).str());
 }
 
-// Below this a division by the temperature only risks overflow: the best token's share is 1 but for exact ties.
-constexpr float kGreedyBelow = 1e-6f;
+// --- characters --------------------------------------------------------------------------------------------------
+// The character that begins at `at` in valid UTF-8.
+std::string_view character_at(std::string_view text, size_t at) {
+  size_t end = at + 1;
+  while (end < text.size() && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) ++end;
+  return text.substr(at, end - at);
+}
 
-// Up to this many likeliest tokens are chosen here, in one pass over the logits, which libllama's sort of the whole
-// vocabulary takes ten times as long for.
-constexpr int kFewCandidates = 256;
-
-class LlamaSampler : public Sampler {
- public:
-  LlamaSampler(const llama_vocab* vocab, const SamplingOptions& options)
-      : options_(options), greedy_(options.temperature < kGreedyBelow) {
-    if (!options.grammar.empty())
-      grammar_.reset(llama_sampler_init_grammar(vocab, options.grammar.c_str(), "root"));
-    if (greedy_) return;
-    auto params = llama_sampler_chain_default_params();
-    params.no_perf = true;
-    chain_.reset(llama_sampler_chain_init(params));
-    // Top-k comes first: what follows then handles k tokens instead of the whole vocabulary.
-    if (options.top_k > 0) add(llama_sampler_init_top_k(options.top_k));
-    if (options.top_p < 1) add(llama_sampler_init_top_p(options.top_p, 1));
-    if (options.min_p > 0) add(llama_sampler_init_min_p(options.min_p, 1));
-    add(llama_sampler_init_temp(options.temperature));
-    // One seed means "any" to libllama; here every seed is repeatable.
-    add(llama_sampler_init_dist(options.seed == LLAMA_DEFAULT_SEED ? LLAMA_DEFAULT_SEED - 1 : options.seed));
-  }
-
-  bool has_grammar() const { return grammar_ != nullptr; }
-
-  int32_t sample(std::span<const float> logits) override {
-    if (changes_logits()) {
-      changed.assign(logits.begin(), logits.end());
-      change(changed);
-      logits = changed;
-    }
-    int32_t token = choose(logits);
-    if (grammar_) {
-      // Few tokens of a vocabulary fit a grammar, and asking it about each takes long: most draws fit as they are.
-      if (!fits(token)) {
-        candidates_of(logits);
-        llama_token_data_array array{candidates.data(), candidates.size(), -1, false};
-        llama_sampler_apply(grammar_.get(), &array);
-        std::erase_if(candidates, [](const llama_token_data& c) { return !(c.logit > -INFINITY); });
-        if (!candidates.empty()) token = greedy_ ? best_candidate() : draw(false);
-      }
-      llama_sampler_accept(grammar_.get(), token);
-    }
-    ++drawn_[token];
-    accept(token);
-    return token;
-  }
-
-  void accept(int32_t token) override {
-    if (options_.repeat_penalty == 1 || options_.repeat_last_n == 0) return;
-    if (std::ssize(recent_) == options_.repeat_last_n) {
-      const auto oldest = seen_.find(recent_.front());
-      if (--oldest->second == 0) seen_.erase(oldest);
-      recent_.pop_front();
-    }
-    recent_.push_back(token);
-    ++seen_[token];
-  }
-
- private:
-  void add(llama_sampler* sampler) { llama_sampler_chain_add(chain_.get(), sampler); }
-
-  bool changes_logits() const {
-    return !options_.logit_bias.empty() || !seen_.empty() ||
-           (!drawn_.empty() && (options_.presence_penalty != 0 || options_.frequency_penalty != 0));
-  }
-  // The repeat penalty is libllama's, term by term; its own sampler looks every token of the vocabulary up in a
-  // hash map, this visits the few that were seen.
-  void change(std::span<float> logits) const {
-    const auto at = [&](int32_t token) -> float* {
-      return token >= 0 && token < std::ssize(logits) ? &logits[static_cast<size_t>(token)] : nullptr;
-    };
-    for (const auto& [token, bias] : options_.logit_bias)
-      if (float* logit = at(token)) *logit += bias;
-    for (const auto& [token, count] : seen_)
-      if (float* logit = at(token))
-        *logit = *logit <= 0 ? *logit * options_.repeat_penalty : *logit / options_.repeat_penalty;
-    for (const auto& [token, count] : drawn_)
-      if (float* logit = at(token))
-        *logit -= options_.presence_penalty + options_.frequency_penalty * static_cast<float>(count);
-  }
-
-  int32_t choose(std::span<const float> logits) {
-    if (greedy_)  // the first of equals
-      return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
-    if (options_.top_k > 0 && options_.top_k <= kFewCandidates) {
-      likeliest(logits, static_cast<size_t>(options_.top_k));
-      return draw(true);
-    }
-    candidates_of(logits);
-    return draw(false);
-  }
-
-  void candidates_of(std::span<const float> logits) {
-    candidates.resize(logits.size());
-    for (size_t i = 0; i < logits.size(); ++i) candidates[i] = {static_cast<llama_token>(i), logits[i], 0};
-  }
-
-  // The k likeliest tokens, likeliest first; of equals the first.
-  void likeliest(std::span<const float> logits, size_t k) {
-    const auto likelier = [](const llama_token_data& a, const llama_token_data& b) {
-      return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
-    };
-    candidates.clear();  // a heap with the least likely on top
-    float least = -INFINITY;
-    for (size_t i = 0; i < logits.size(); ++i) {
-      if (candidates.size() == k) {
-        if (!(logits[i] > least)) continue;
-        std::pop_heap(candidates.begin(), candidates.end(), likelier);
-        candidates.pop_back();
-      }
-      candidates.push_back({static_cast<llama_token>(i), logits[i], 0});
-      std::push_heap(candidates.begin(), candidates.end(), likelier);
-      if (candidates.size() == k) least = candidates.front().logit;
-    }
-    std::sort_heap(candidates.begin(), candidates.end(), likelier);
-  }
-
-  int32_t best_candidate() const {
-    return std::max_element(candidates.begin(), candidates.end(),
-                            [](const auto& a, const auto& b) { return a.logit < b.logit; })
-        ->id;
-  }
-
-  int32_t draw(bool sorted) {
-    llama_token_data_array array{candidates.data(), candidates.size(), -1, sorted};
-    llama_sampler_apply(chain_.get(), &array);
-    return array.data[array.selected].id;
-  }
-
-  bool fits(int32_t token) {
-    llama_token_data one{token, 1, 0};
-    llama_token_data_array array{&one, 1, -1, false};
-    llama_sampler_apply(grammar_.get(), &array);
-    return one.logit > -INFINITY;
-  }
-
-  const SamplingOptions options_;
-  const bool greedy_;
-  struct Free {
-    void operator()(llama_sampler* sampler) const { llama_sampler_free(sampler); }
-  };
-  std::unique_ptr<llama_sampler, Free> chain_;    // null when greedy
-  std::unique_ptr<llama_sampler, Free> grammar_;  // null when any answer will do
-  // Shared by all samplers of a thread: as long as the vocabulary, and meaningless between two draws.
-  static thread_local std::vector<llama_token_data> candidates;
-  static thread_local std::vector<float> changed;  // logits with bias and penalties
-  std::deque<int32_t> recent_;                     // the last repeat_last_n tokens
-  std::unordered_map<int32_t, int> seen_;          // how often each is in recent_; never 0
-  std::unordered_map<int32_t, int> drawn_;         // how often the answer has each
-};
-
-thread_local std::vector<llama_token_data> LlamaSampler::candidates;
-thread_local std::vector<float> LlamaSampler::changed;
+// "U+0004", or "U+00E9 (é)" where it can be shown.
+std::string name_of(std::string_view character) {
+  uint32_t code = static_cast<unsigned char>(character[0]);
+  if (character.size() > 1) code &= 0x3fu >> (character.size() - 1);
+  for (const char c : character.substr(1)) code = code << 6 | (static_cast<unsigned char>(c) & 0x3fu);
+  char name[16];
+  std::snprintf(name, sizeof name, "U+%04X", code);
+  return code < 0x20 || (code >= 0x7f && code < 0xa0) ? name : name + (" (" + std::string(character) + ")");
+}
 
 // --- chat templates ----------------------------------------------------------------------------------------------
 // The content of the system turn that a ChatML template writes out itself for conversations that bring none. It is
@@ -253,7 +118,7 @@ struct PromptPart {
 };
 
 // --- the vocabulary ----------------------------------------------------------------------------------------------
-class LlamaText : public Text {
+class LlamaText : public Text, public Vocabulary {
  public:
   using Model = std::unique_ptr<llama_model, void (*)(llama_model*)>;
 
@@ -263,7 +128,10 @@ class LlamaText : public Text {
       default_system_ = default_system_turn(*chat_template_);
     }
     if (!has_words()) return;
+    has_space_prefix_ = reads_space_prefix();
+    find_missing_bytes();
     for (int32_t token = 0; token < llama_vocab_n_tokens(vocab_); ++token) {
+      if (llama_vocab_is_eog(vocab_, token)) end_tokens_.push_back(token);
       if (!(llama_vocab_get_attr(vocab_, token) & (LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_UNKNOWN))) continue;
       std::string text = llama_vocab_get_text(vocab_, token);
       if (text.empty()) continue;
@@ -295,13 +163,15 @@ class LlamaText : public Text {
                                          static_cast<int32_t>(tokens.size()), add_special, parse_special);
         if (n == INT32_MIN) return invalid_argument("[tokenize] the text gives more than 2147483647 tokens");
         tokens.resize(static_cast<size_t>(std::abs(n)));
-        if (n >= 0) return tokens;
+        if (n < 0) continue;
+        if (Status status = check_spelled(text, tokens); !status.ok()) return status;
+        return tokens;
       }
     } catch (const std::bad_alloc&) {
       return Status(Code::kNoMemory,
                     "[tokenize] no memory to tokenize " + std::to_string(text.size()) + " bytes of text");
     } catch (const std::exception& error) {
-      return Status(Code::kInternal, std::string("[tokenize] libllama: ") + error.what());
+      return cannot_spell(text, error.what());
     }
   }
 
@@ -316,7 +186,24 @@ class LlamaText : public Text {
     return bytes;
   }
 
-  bool is_end(int32_t token) const override { return has_words() && llama_vocab_is_eog(vocab_, token); }
+  bool is_end(int32_t token) const override {
+    return has_words() && token >= 0 && token < vocab_size() && llama_vocab_is_eog(vocab_, token);
+  }
+  bool is_control(int32_t token) const override {
+    return has_words() && token >= 0 && token < vocab_size() && llama_vocab_is_control(vocab_, token);
+  }
+  bool has_space_prefix() const override { return has_space_prefix_; }
+
+  const std::vector<int32_t>& end_tokens() const override { return end_tokens_; }
+
+  const SortedPieces& sorted_pieces() const override {
+    std::call_once(pieces_once_, [this] {
+      std::vector<std::string> pieces(static_cast<size_t>(vocab_size()));
+      for (size_t token = 0; token < pieces.size(); ++token) pieces[token] = piece(static_cast<int32_t>(token));
+      pieces_.emplace(pieces);
+    });
+    return *pieces_;
+  }
 
   int32_t bos() const override {
     return has_words() && llama_vocab_get_add_bos(vocab_) ? llama_vocab_bos(vocab_) : -1;
@@ -399,10 +286,11 @@ class LlamaText : public Text {
     }
     if (!options.grammar.empty() && !has_words())
       return Status(Code::kUnsupported, "[sampling] a grammar needs a vocabulary, and the model file has none");
-    auto sampler = std::make_unique<LlamaSampler>(vocab_, options);
-    if (!options.grammar.empty() && !sampler->has_grammar())
-      return invalid_argument("[sampling] the grammar cannot be read");
-    return std::unique_ptr<Sampler>(std::move(sampler));
+    try {
+      return make_vocabulary_sampler(*this, options);
+    } catch (const std::bad_alloc&) {
+      return Status(Code::kNoMemory, "[sampling] no memory for the sampler");
+    }
   }
 
   // False for files made without a vocabulary: they have token ids, but no text.
@@ -419,6 +307,62 @@ class LlamaText : public Text {
   }
 
  private:
+  bool reads_space_prefix() const {
+    if (llama_vocab_type(vocab_) != LLAMA_VOCAB_TYPE_SPM) return false;
+    char value[8];
+    return llama_model_meta_val_str(model_.get(), "tokenizer.ggml.add_space_prefix", value, sizeof value) < 0 ||
+           std::string_view(value) == "true";
+  }
+  // Byte-level vocabularies have a token for each byte that their text had, which may be fewer than 256.
+  void find_missing_bytes() {
+    if (llama_vocab_type(vocab_) != LLAMA_VOCAB_TYPE_BPE) return;
+    missing_.fill(true);
+    for (int32_t token = 0; token < llama_vocab_n_tokens(vocab_); ++token) {
+      if (is_control(token)) continue;
+      if (const std::string bytes = piece(token); bytes.size() == 1)
+        missing_[static_cast<unsigned char>(bytes[0])] = false;
+    }
+  }
+  // libllama leaves a byte out that its vocabulary lacks, and says nothing. It may be part of a longer token, though.
+  Status check_spelled(std::string_view text, std::span<const int32_t> tokens) const {
+    const auto is_missing = [this](char c) { return missing_[static_cast<unsigned char>(c)]; };
+    auto count = std::count_if(text.begin(), text.end(), is_missing);
+    if (count == 0) return Status();
+    for (const int32_t token : tokens) {
+      const std::string spelled = is_control(token) ? llama_vocab_get_text(vocab_, token) : piece(token);
+      count -= std::count_if(spelled.begin(), spelled.end(), is_missing);
+    }
+    if (count <= 0) return Status();
+    for (size_t at = 0; at < text.size();) {
+      const std::string_view character = character_at(text, at);
+      if (std::any_of(character.begin(), character.end(), is_missing)) return unspellable(character, at);
+      at += character.size();
+    }
+    return Status();
+  }
+  // Tokenizing threw: the first character that does so by itself is named.
+  Status cannot_spell(std::string_view text, const char* why) const {
+    std::set<std::string_view> tried;
+    for (size_t at = 0; at < text.size();) {
+      const std::string_view character = character_at(text, at);
+      if (tried.insert(character).second) {
+        std::array<int32_t, 64> tokens;
+        try {
+          llama_tokenize(vocab_, character.data(), static_cast<int32_t>(character.size()), tokens.data(),
+                         static_cast<int32_t>(tokens.size()), false, false);
+        } catch (const std::exception&) {
+          return unspellable(character, at);
+        }
+      }
+      at += character.size();
+    }
+    return invalid_argument(std::string("[tokenize] the vocabulary cannot spell the text: ") + why);
+  }
+  static Status unspellable(std::string_view character, size_t at) {
+    return invalid_argument("[tokenize] the character " + name_of(character) + " at byte " + std::to_string(at) +
+                            " is not in the model's vocabulary, and cannot be spelled by its bytes");
+  }
+
   // The first control token in `text`; the longest where several begin. {text.size(), -1, 0} without one.
   struct Control {
     size_t at;
@@ -502,6 +446,11 @@ class LlamaText : public Text {
   const llama_vocab* vocab_;  // lives in model_
   std::optional<std::string> chat_template_;
   std::optional<std::string> default_system_;
+  bool has_space_prefix_ = false;
+  std::array<bool, 256> missing_{};  // bytes that no token stands for
+  std::vector<int32_t> end_tokens_;
+  mutable std::once_flag pieces_once_;
+  mutable std::optional<SortedPieces> pieces_;
   std::unordered_map<std::string, int32_t> control_;  // text of every control token
   std::vector<size_t> control_sizes_;                 // the lengths that occur, longest first
 };
@@ -523,6 +472,18 @@ Status check_sampling(const SamplingOptions& options) {
     if (Status status = check_range("logit_bias", bias, -100.0f, 100.0f); !status.ok()) return status;
   }
   return Status();
+}
+
+std::string Text::spell(std::span<const int32_t> tokens) const {
+  std::string text;
+  bool begins = has_space_prefix();  // the tokenizer has put a space here
+  for (const int32_t token : tokens) {
+    const std::string piece = this->piece(token);
+    const bool drop = begins && piece.starts_with(' ');
+    text += piece.substr(drop ? 1 : 0);
+    begins = has_space_prefix() && (is_control(token) || (begins && piece.empty()));
+  }
+  return text;
 }
 
 Result<std::unique_ptr<Text>> Text::load(const std::string& path) {

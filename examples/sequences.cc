@@ -110,11 +110,11 @@ void wait(Cache& cache) {
 
   // A request that waits: its keys are computed once, the question is asked as often as you like.
   const std::vector<PrefixKey> keys = cache.prefix_keys(prompt);
-  const Tokens cached = cache.cached_prefix(prompt, keys);
+  const Tokens cached = cache.match(prompt, keys).cached;
   expect(keys.size() == 6 && cached == Tokens(96), "six whole blocks, cached by share()");
 
   cache.clear_cached();
-  expect(cache.cached_prefix(prompt, keys) == Tokens(0), "nothing is cached now");
+  expect(cache.match(prompt, keys).cached == Tokens(0), "nothing is cached now");
 }
 
 void fork(Cache& cache) {

@@ -38,6 +38,11 @@ ApiError api_error(const Status& status, std::string param) {
       error.status = 503;
       error.type = "service_unavailable_error";
       return error;
+    case Code::kNoMemory:
+      error.status = 503;
+      error.type = "service_unavailable_error";
+      error.code = "out_of_memory";
+      return error;
     default:
       error.status = 500;
       error.type = "server_error";

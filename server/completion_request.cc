@@ -1,5 +1,6 @@
 #include "server/completion_request.h"
 
+#include <charconv>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -137,15 +138,17 @@ void read_bias(Fields& fields, std::vector<std::pair<int32_t, float>>& bias, int
       "an object of at most " + std::to_string(kMaxBiases) + " token ids, each with a number from -100 to 100";
   if (!value->is_object() || value->size() > kMaxBiases) fields.wrong("logit_bias", *value, expected);
   for (const auto& [name, amount] : value->items()) {
-    char* end = nullptr;
-    const long long token = std::strtoll(name.c_str(), &end, 10);
-    if (name.empty() || *end != '\0' || token < 0 || token >= vocab_size) {
+    int32_t token = -1;
+    const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), token);
+    // Just as the id is written: neither " 5" nor "05", which would be a second word for 5.
+    const bool whole = error == std::errc() && end == name.data() + name.size();
+    if (!whole || token < 0 || token >= vocab_size || std::to_string(token) != name) {
       refuse("logit_bias", "logit_bias has \"" + name.substr(0, 40) + "\", expected are token ids from 0 to " +
                                std::to_string(vocab_size - 1));
     }
     if (!amount.is_number() || !(std::abs(amount.get<double>()) <= 100))
       refuse("logit_bias." + name, "logit_bias." + name + " is " + shown(amount) + ", expected is -100 to 100");
-    bias.emplace_back(static_cast<int32_t>(token), amount.get<float>());
+    bias.emplace_back(token, amount.get<float>());
   }
 }
 
@@ -287,7 +290,8 @@ void read_sampling(Fields& fields, const RequestLimits& limits, int64_t vocab_si
   if (const auto top_k = fields.whole("top_k", -1, INT32_MAX))
     sampling.top_k = static_cast<int>(std::max<int64_t>(*top_k, 0));
   const auto seed = fields.whole("seed", std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
-  sampling.seed = seed ? static_cast<uint32_t>(*seed ^ (*seed >> 32)) : std::random_device()();
+  std::random_device device;
+  sampling.seed = seed ? static_cast<uint64_t>(*seed) : uint64_t{device()} << 32 | device();
   read_bias(fields, sampling.logit_bias, vocab_size);
 }
 
@@ -347,6 +351,7 @@ CompletionRequest read(Endpoint endpoint, std::string_view body, const Json& jso
     auto tokens = text.tokenize_chat(read_messages(fields));
     if (!tokens.ok()) throw Refused{api_error(tokens.status(), "messages")};
     request.prompt = *std::move(tokens);
+    request.answer.own_text = true;
     out.prompts.push_back(std::move(request));
   } else {
     if (const auto top = fields.whole("logprobs", 0, 20)) {

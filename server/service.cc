@@ -440,7 +440,7 @@ void Service::detokenize(const std::shared_ptr<Exchange>& exchange) {
   if (!json.contains("tokens") || !json["tokens"].is_array() || json["tokens"].size() > kMaxTokenizeIds)
     return reply(exchange, error_reply({.message = "tokens is missing or no list of at most 1048576 ids",
                                         .param = "tokens"}));
-  std::string text;
+  std::vector<int32_t> tokens;
   for (const Json& token : json["tokens"]) {
     if (!token.is_number_integer() || token < 0 || token >= model_->text().vocab_size()) {
       return reply(exchange, error_reply({.message = "tokens has " + token.dump().substr(0, 80) +
@@ -448,10 +448,10 @@ void Service::detokenize(const std::shared_ptr<Exchange>& exchange) {
                                                      std::to_string(model_->text().vocab_size() - 1),
                                           .param = "tokens"}));
     }
-    text += model_->text().piece(token.get<int32_t>());
+    tokens.push_back(token.get<int32_t>());
   }
   engine::TextStream whole;  // bytes that are no characters become U+FFFD
-  std::string shown = whole.push(text);
+  std::string shown = whole.push(model_->text().spell(tokens));
   shown += whole.finish();
   reply(exchange, json_reply({{"prompt", shown}, {"content", shown}}));
 }

@@ -84,12 +84,19 @@ struct StartOptions {
   std::string_view name_space;  // prompts of different namespaces never share: tenant, salt
   bool reuse = true;            // look for cached blocks
   bool store = true;            // let later prompts reuse this sequence's blocks
+  bool counted = true;          // in Stats::hits; off where a sequence that gave way is opened again
 };
 
 // Names a full block's content and all that came before it: SHA-256, chained.
 struct PrefixKey {
   std::array<uint8_t, 32> bytes{};
   bool operator==(const PrefixKey&) const = default;
+};
+
+// What start() would take over of a prompt, in the full-attention group.
+struct PrefixMatch {
+  Tokens cached;  // leading tokens in whole cached blocks
+  Tokens idle;    // those of them whose blocks nobody holds: they count in Cache::available() until they are taken
 };
 
 struct Started {
@@ -156,11 +163,11 @@ class Cache {
   // Opens a sequence and takes over the cached blocks of the longest known prefix of `prompt`: whole blocks by
   // reference, then part of one block by copy. The caller computes prompt[reused ..]. Never fails for lack of room.
   Result<Started> start(std::span<const int32_t> prompt, const StartOptions& options = {});
-  // The keys of a prompt's full blocks, for lookups that repeat (a waiting request), and how many leading tokens of
-  // it sit in whole cached blocks now. start() does both.
+  // The keys of a prompt's full blocks, for lookups that repeat (a waiting request), and what of it sits in whole cached
+  // blocks now. Nothing changes, and nothing is counted; start() does both by itself.
   std::vector<PrefixKey> prefix_keys(std::span<const int32_t> prompt, std::string_view name_space = {}) const;
-  Tokens cached_prefix(std::span<const int32_t> prompt, std::span<const PrefixKey> keys,
-                       std::string_view name_space = {}) const;
+  PrefixMatch match(std::span<const int32_t> prompt, std::span<const PrefixKey> keys,
+                    std::string_view name_space = {}) const;
   // A second sequence with the same content; blocks are shared until one of the two writes.
   Result<SequenceId> fork(SequenceId sequence);
   // Shortens to new_length. Errors: kInvalidArgument past the end or behind what a window group still holds;

@@ -123,9 +123,12 @@ class LLM:
         logit_bias={token: -100 .. 100}
         seed=0                   the same seed draws the same tokens
         stop=[]                  texts that end the answer, and are no part of it
-        grammar=""               GBNF: only answers that it derives are drawn
+        grammar=""               GBNF with a rule "root": only answers that it derives are drawn. ValueError where no
+                                 token of the vocabulary goes on
         n=1                      answers to the prompt, computed on one copy of it
         ignore_end=False         go on after the token that ends an answer
+        own_text=False           the answer does not go on where the prompt ends (chat sets it): without the space that
+                                 some vocabularies put in front of a text
         name_space=""            prompts of different namespaces never share blocks
 
         Returns an Answer; a list of them for a list of prompts, or where n > 1 (a list of lists for both); with
@@ -146,7 +149,7 @@ class LLM:
         the model's own template. Options and results are those of generate."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        return self.generate(self._model.tokenize_chat(messages), stream=stream, **options)
+        return self.generate(self._model.tokenize_chat(messages), stream=stream, own_text=True, **options)
 
     def tokenize(self, text, *, add_special=True, parse_special=False) -> list:
         """Token ids of a text. add_special: with what the vocabulary wants in front; parse_special: `<|...|>` inside the
@@ -176,12 +179,12 @@ class LLM:
 
     def _submit(self, tokens, *, max_tokens=-1, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1.0,
                 presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, seed=0, stop=(), grammar="", n=1,
-                ignore_end=False, name_space=""):
+                ignore_end=False, own_text=False, name_space=""):
         return self._model.submit(
             tokens, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repeat_penalty=repeat_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
             logit_bias=list((logit_bias or {}).items()), seed=seed, stop=[stop] if isinstance(stop, str) else list(stop),
-            grammar=grammar, n=n, ignore_end=ignore_end, name_space=name_space)
+            grammar=grammar, n=n, ignore_end=ignore_end, own_text=own_text, name_space=name_space)
 
 
 def _collect(request, n):

@@ -135,8 +135,8 @@ std::shared_ptr<Model> load(const std::string& path, const std::string& kv_quant
 
 Request submit(const std::shared_ptr<Model>& model, std::vector<int32_t> prompt, int64_t max_tokens,
                float temperature, int top_k, float top_p, float min_p, float repeat_penalty, float presence_penalty,
-               float frequency_penalty, std::vector<std::pair<int32_t, float>> logit_bias, uint32_t seed,
-               std::vector<std::string> stop, int64_t n, std::string grammar, bool ignore_end,
+               float frequency_penalty, std::vector<std::pair<int32_t, float>> logit_bias, uint64_t seed,
+               std::vector<std::string> stop, int64_t n, std::string grammar, bool ignore_end, bool own_text,
                std::string name_space) {
   Request request;
   engine::ServeRequest asked{.prompt = std::move(prompt),
@@ -152,7 +152,8 @@ Request submit(const std::shared_ptr<Model>& model, std::vector<int32_t> prompt,
                                                      .logit_bias = std::move(logit_bias),
                                                      .grammar = std::move(grammar)},
                                         .stop = std::move(stop),
-                                        .ignore_end = ignore_end},
+                                        .ignore_end = ignore_end,
+                                        .own_text = own_text},
                              .n = n,
                              .name_space = std::move(name_space)};
   request.id = check(without_gil([&] { return model->scheduler->submit(std::move(asked), request.inbox); }));
@@ -228,7 +229,8 @@ NB_MODULE(_engine, m) {
       .def("submit", &submit, nb::arg("prompt"), nb::kw_only(), nb::arg("max_tokens"), nb::arg("temperature"),
            nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("repeat_penalty"),
            nb::arg("presence_penalty"), nb::arg("frequency_penalty"), nb::arg("logit_bias"), nb::arg("seed"),
-           nb::arg("stop"), nb::arg("n"), nb::arg("grammar"), nb::arg("ignore_end"), nb::arg("name_space"))
+           nb::arg("stop"), nb::arg("n"), nb::arg("grammar"), nb::arg("ignore_end"), nb::arg("own_text"),
+           nb::arg("name_space"))
       .def(
           "tokenize",
           [](const Model& model, const std::string& text, bool add_special, bool parse_special) {
@@ -239,14 +241,13 @@ NB_MODULE(_engine, m) {
       .def(
           "detokenize",
           [](const Model& model, const std::vector<int32_t>& tokens) {
-            engine::TextStream stream;
-            std::string text;
             for (const int32_t token : tokens) {
               if (token < 0 || token >= model.engine->text().vocab_size())
                 raise(invalid_argument("token " + std::to_string(token) + ", the vocabulary has " +
                                        std::to_string(model.engine->text().vocab_size())));
-              text += stream.push(model.engine->text().piece(token));
             }
+            engine::TextStream stream;  // bytes that are no characters become U+FFFD
+            const std::string text = stream.push(model.engine->text().spell(tokens));
             return text + stream.finish();
           },
           nb::arg("tokens"))

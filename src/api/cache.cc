@@ -351,9 +351,9 @@ std::vector<PrefixKey> Cache::prefix_keys(std::span<const int32_t> prompt, std::
   return impl_->core->hash_prompt(prompt, name_space);
 }
 
-Tokens Cache::cached_prefix(std::span<const int32_t> prompt, std::span<const PrefixKey> keys,
-                            std::string_view name_space) const {
-  return Tokens(impl_->core->cached_prefix(prompt, keys, name_space));
+PrefixMatch Cache::match(std::span<const int32_t> prompt, std::span<const PrefixKey> keys,
+                         std::string_view name_space) const {
+  return impl_->core->look_up(prompt, keys, name_space);
 }
 
 Result<Tokens> Cache::length(SequenceId sequence) const {

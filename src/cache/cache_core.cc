@@ -117,11 +117,16 @@ CacheCore::Match CacheCore::match(std::span<const int32_t> prompt, std::span<con
   return match;
 }
 
-int64_t CacheCore::cached_prefix(std::span<const int32_t> prompt, std::span<const Key> keys,
-                                 std::string_view name_space) const {
+PrefixMatch CacheCore::look_up(std::span<const int32_t> prompt, std::span<const Key> keys,
+                               std::string_view name_space) const {
   const uint32_t root = index_.find_root(name_space);
-  if (root == PrefixIndex::kNone) return 0;
-  return int64_t(match(prompt, keys, root).entries.size()) * options_.block_size;
+  if (root == PrefixIndex::kNone || !options_.prefix_sharing) return {};
+  const Match found = match(prompt, keys, root);
+  const auto idle = std::ranges::count_if(found.entries, [this](uint32_t entry) {
+    const BlockId block = index_.block(entry, main_group_);
+    return block != kNoBlock && pools_[size_t(main_group_)]->holders(block) == 0;
+  });
+  return {Tokens(int64_t(found.entries.size()) * options_.block_size), Tokens(idle * options_.block_size)};
 }
 
 // The longest prefix of at most n entries whose window groups still hold what the next query sees, and what the
@@ -183,8 +188,10 @@ Result<Started> CacheCore::start(std::span<const int32_t> prompt, const StartOpt
   }
   s.tokens.assign(prompt.begin(), prompt.begin() + reused);
   s.length = reused;
-  figures_.tokens_by_reason[size_t(PrefixReason::kHit)] += reused;
-  figures_.tokens_by_reason[size_t(reason)] += size - reused;
+  if (options.counted) {
+    figures_.tokens_by_reason[size_t(PrefixReason::kHit)] += reused;
+    figures_.tokens_by_reason[size_t(reason)] += size - reused;
+  }
   return Started{id, Tokens(reused), reason};
 }
 

@@ -74,9 +74,8 @@ class CacheCore {
   };
   Match match(std::span<const int32_t> prompt, std::span<const Key> keys, uint32_t root) const;
   uint32_t root(std::string_view name_space) { return index_.root(name_space, options_.fingerprint); }
-  // Tokens of whole cached blocks that start() would reuse.
-  int64_t cached_prefix(std::span<const int32_t> prompt, std::span<const Key> keys,
-                        std::string_view name_space) const;
+  // What start() would reuse of whole blocks.
+  PrefixMatch look_up(std::span<const int32_t> prompt, std::span<const Key> keys, std::string_view name_space) const;
 
   // The group whose blocks `num_blocks` and capacity messages count: the first with full attention, else the first.
   int main_group() const { return main_group_; }

@@ -60,7 +60,7 @@ class ScriptedText : public Text {
     if (Status status = check_sampling(options); !status.ok()) return status;
     class Greedy : public Sampler {
      public:
-      int32_t sample(std::span<const float> logits) override {
+      Result<int32_t> sample(std::span<const float> logits) override {
         return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
       }
       void accept(int32_t) override {}

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <random>
+#include <set>
 #include <string>
 
 #include "engine/text.h"
@@ -125,7 +126,7 @@ TEST_F(Vocabulary, UnknownRolesAreRefused) {
 TEST_F(Vocabulary, GreedySamplingTakesTheFirstOfTheLikeliest) {
   auto sampler = text->make_sampler({.temperature = 0});
   ASSERT_TRUE(sampler.ok());
-  EXPECT_EQ((*sampler)->sample(std::vector<float>{1, 5, 2, 5}), 1);
+  EXPECT_EQ((*sampler)->sample(std::vector<float>{1, 5, 2, 5}).value(), 1);
 }
 
 TEST_F(Vocabulary, TheRepeatPenaltyForgetsWhatIsTooLongAgo) {
@@ -133,9 +134,9 @@ TEST_F(Vocabulary, TheRepeatPenaltyForgetsWhatIsTooLongAgo) {
   auto sampler = text->make_sampler({.temperature = 0, .repeat_penalty = 2, .repeat_last_n = 2});
   ASSERT_TRUE(sampler.ok());
   (*sampler)->accept(0);  // 4 -> 2
-  EXPECT_EQ((*sampler)->sample(logits), 1);
-  EXPECT_EQ((*sampler)->sample(logits), 2) << "0 and 1 are the last two";
-  EXPECT_EQ((*sampler)->sample(logits), 0) << "0 is forgotten";
+  EXPECT_EQ((*sampler)->sample(logits).value(), 1);
+  EXPECT_EQ((*sampler)->sample(logits).value(), 2) << "0 and 1 are the last two";
+  EXPECT_EQ((*sampler)->sample(logits).value(), 0) << "0 is forgotten";
 }
 
 TEST_F(Vocabulary, TheSameSeedDrawsTheSameTokens) {
@@ -143,15 +144,21 @@ TEST_F(Vocabulary, TheSameSeedDrawsTheSameTokens) {
   std::normal_distribution<float> normal(0, 3);
   std::vector<float> logits(static_cast<size_t>(text->vocab_size()));
   for (float& logit : logits) logit = normal(random);
-  const auto drawn = [&](uint32_t seed) {
+  const auto drawn = [&](uint64_t seed) {
     auto sampler = text->make_sampler({.temperature = 1, .repeat_penalty = 1.2f, .seed = seed});
     std::vector<int32_t> out;
-    for (int i = 0; i < 20; ++i) out.push_back((*sampler)->sample(logits));
+    for (int i = 0; i < 20; ++i) out.push_back((*sampler)->sample(logits).value());
     return out;
   };
   EXPECT_EQ(drawn(1), drawn(1));
   EXPECT_NE(drawn(1), drawn(2));
   EXPECT_EQ(drawn(UINT32_MAX), drawn(UINT32_MAX)) << "libllama would take this one as \"any\"";
+  // Every seed of 64 bits is one of its own, also where 32 of them are equal.
+  const uint64_t seeds[] = {0, 1, UINT32_MAX - 1, UINT32_MAX, uint64_t{1} << 32, (uint64_t{1} << 32) + 1,
+                            0x123456789abcdef0u, 0x9abcdef012345678u, UINT64_MAX};
+  std::set<std::vector<int32_t>> all;
+  for (const uint64_t seed : seeds) all.insert(drawn(seed));
+  EXPECT_EQ(all.size(), std::size(seeds));
 }
 
 // libllama's own chain with its own penalty sampler is the oracle for ours.
@@ -170,7 +177,7 @@ TEST_F(Vocabulary, SamplingEqualsLibllamasChain) {
        {llama_sampler_init_penalties(kVocabulary, kOptions.repeat_last_n, kOptions.repeat_penalty, 0, 0),
         llama_sampler_init_top_k(kOptions.top_k), llama_sampler_init_top_p(kOptions.top_p, 1),
         llama_sampler_init_min_p(kOptions.min_p, 1), llama_sampler_init_temp(kOptions.temperature),
-        llama_sampler_init_dist(kOptions.seed)})
+        llama_sampler_init_dist(static_cast<uint32_t>(kOptions.seed))})
     llama_sampler_chain_add(chain, sampler);
 
   std::mt19937 random(3);
@@ -184,7 +191,7 @@ TEST_F(Vocabulary, SamplingEqualsLibllamasChain) {
     llama_sampler_apply(chain, &array);
     const int32_t theirs = array.data[array.selected].id;
     llama_sampler_accept(chain, theirs);
-    ASSERT_EQ((*ours)->sample(logits), theirs) << "step " << step;
+    ASSERT_EQ((*ours)->sample(logits).value(), theirs) << "step " << step;
   }
   llama_sampler_free(chain);
 }
