@@ -1,13 +1,10 @@
 // Prints what bench/ measured.
-#include <fmt/format.h>
-
 #include <cmath>
-#include <cstdio>
-#include <iostream>
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/output.h"
 
 namespace pagedkv::cli {
 namespace {
@@ -59,10 +56,11 @@ int print(const Result<std::vector<AnyRecord>>& records, bool json) {
   if (json) {
     Json all = Json::array();
     for (const AnyRecord& record : *records) all.push_back(to_json(record));
-    std::cout << all.dump(1) << "\n";
+    print_out("{}\n", all.dump(1));
   }
-  std::cout.flush();
-  return std::cout ? 0 : fail(Status(Code::kUnavailable, "[bench] stdout cannot be written"));
+  out_stream().flush();
+  err_stream().flush();
+  return finish("bench");
 }
 
 }  // namespace
@@ -70,7 +68,7 @@ int print(const Result<std::vector<AnyRecord>>& records, bool json) {
 int bench(const BenchCommand& command) {
   using Kind = BenchCommand::Kind;
   const bench::BenchOptions& options = command.options;
-  std::ostream& table = options.json ? std::cerr : std::cout;
+  std::ostream& table = options.json ? err_stream() : out_stream();
   if (command.kind == Kind::kLimits) return print(bench::bench_limits(options, table), options.json);
   return print(command.kind == Kind::kCache     ? bench::bench_cache(options, table)
                : command.kind == Kind::kKernels ? bench::bench_kernels(options, table)

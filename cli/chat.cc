@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "cli/console.h"
+#include "cli/output.h"
 #include "cli/input.h"
 #include "cli/interrupt.h"
 #include "cli/line_reader.h"
@@ -31,7 +32,7 @@ constexpr const char* kHelp =
     "  /quit            leave, as Ctrl-D does\n"
     "  Ctrl-C stops an answer. Any other line is a message; one that begins with / needs a space before it.\n";
 
-void say(const std::string& text) { fmt::print(stderr, "pagedkv: {}\n", text); }
+void say(const std::string& text) { print_err("pagedkv: {}\n", text); }
 
 class Chat {
  public:
@@ -52,17 +53,17 @@ class Chat {
           break;
         case LineReader::End::kCancelled:
           if (!reader_.is_terminal()) return kExitCancelled;
-          fmt::print(stderr, "\n");
+          print_err("\n");
           break;
         case LineReader::End::kNoMore:
-          if (reader_.is_terminal()) fmt::print(stderr, "\n");
+          if (reader_.is_terminal()) print_err("\n");
           left_ = true;
           break;
         case LineReader::End::kError:
           return fail(Status(Code::kUnavailable, fmt::format("[chat] stdin: {}", std::strerror(errno))));
       }
     }
-    if (!written_) return fail(Status(Code::kUnavailable, "[chat] stdout cannot be written"));
+    if (!written_) return finish("chat");
     return failed_ && !reader_.is_terminal() ? 1 : 0;
   }
 
@@ -99,7 +100,7 @@ class Chat {
     if (name == "/save-text") return save_text(argument);
     if (!argument.empty()) return refuse(invalid_argument(fmt::format("[chat] {} takes no argument", name)));
     if (name == "/help") {
-      fmt::print(stderr, "{}", kHelp);
+      print_err("{}", kHelp);
     } else if (name == "/stats") {
       print_stats(engine_.cache().stats());
     } else if (name == "/drop") {
@@ -166,15 +167,15 @@ class Chat {
 
     interrupted = 0;
     const auto result = engine_.generate(request, [this](std::string_view text) {
-      written_ = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
+      written_ = out(text);
       return written_ && interrupted == 0;
     });
     interrupted = 0;
     if (!result.ok()) {
-      std::fputc('\n', stdout);
+      out("\n");
       return refuse(result.status());
     }
-    written_ = written_ && std::fputc('\n', stdout) != EOF && std::fflush(stdout) == 0;
+    written_ = out("\n");
     tell(*result);
     if (result->tokens_out == 0 && result->finish_reason == FinishReason::kCancelled) return;
     turn.assistant.content = result->text;
@@ -184,7 +185,7 @@ class Chat {
   }
 
   void tell(const GenerateResult& result) const {
-    fmt::print(stderr, "  [{} reused, {} new; answer {} tokens, {:.1f} tok/s; {} of {} in the window]\n",
+    print_err("  [{} reused, {} new; answer {} tokens, {:.1f} tok/s; {} of {} in the window]\n",
                result.tokens_reused, result.tokens_in - result.tokens_reused, result.tokens_out,
                result.decode_tok_s(), with_commas(result.tokens_in + result.tokens_out),
                with_commas(engine_.context().n));

@@ -5,6 +5,7 @@
 
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/output.h"
 
 namespace pagedkv::cli {
 namespace {
@@ -56,7 +57,7 @@ int completion(const CLI::App& app) {
   std::string words, values, paths;
   add_cases(app, "", words, values);
   add_paths(app, "", paths);
-  fmt::print(R"(# bash completion for pagedkv. Made by: pagedkv completion bash
+  print_out(R"(# bash completion for pagedkv. Made by: pagedkv completion bash
 _pagedkv() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} path='' next='' longer i
   for ((i = 1; i < COMP_CWORD; ++i)); do
@@ -72,8 +73,7 @@ _pagedkv() {{
 complete -o filenames -F _pagedkv pagedkv
 )",
              paths, values, words);
-  if (std::fflush(stdout) != 0) return fail(Status(Code::kUnavailable, "[completion] stdout cannot be written"));
-  return 0;
+  return finish("completion");
 }
 
 }  // namespace pagedkv::cli

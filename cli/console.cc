@@ -1,8 +1,6 @@
 #include "cli/console.h"
+#include "cli/output.h"
 
-#include <fmt/format.h>
-#include <spdlog/sinks/stdout_sinks.h>
-#include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 #include <set>
 #include <utility>
 
+#include "cli/output.h"
 #include "pagedkv/log.h"
 
 namespace pagedkv::cli {
@@ -24,17 +23,13 @@ bool use_color() {
 }
 
 void print_error(const std::string& line) {
-  std::fflush(stdout);
   const bool color = use_color();
-  std::fprintf(stderr, "%spagedkv:%s %s\n", color ? "\033[1;31m" : "", color ? "\033[0m" : "", line.c_str());
+  print_err("{}pagedkv:{} {}\n", color ? "\033[1;31m" : "", color ? "\033[0m" : "", line);
 }
 
 }  // namespace
 
 void install_notices() {
-  auto logger = spdlog::stderr_logger_mt("pagedkv");
-  logger->set_pattern("%n: %v");
-  spdlog::set_default_logger(std::move(logger));
   set_log_sink([](std::string_view message) {
     static std::mutex mutex;
     static std::set<std::string, std::less<>> told;
@@ -42,7 +37,7 @@ void install_notices() {
       const std::lock_guard lock(mutex);
       if (!told.emplace(message).second) return;
     }
-    spdlog::info("{}", message);
+    print_err("pagedkv: {}\n", message);
   });
 }
 
@@ -53,8 +48,7 @@ int fail(const Status& status) {
 }
 
 int fail_usage(const std::string& message, const std::string& command) {
-  print_error("[usage] " + message);
-  std::fprintf(stderr, "         %s --help tells more\n", command.c_str());
+  print_error("[usage] " + message + "\n         " + command + " --help tells more");
   return 2;
 }
 
@@ -107,17 +101,15 @@ void ProgressBar::show(double fraction, const std::string& note) {
   constexpr int kCells = 30;
   const int filled = percent * kCells / 100;
   const size_t wipe = shown_note_ > note.size() ? shown_note_ - note.size() : 0;
-  fmt::print(stderr, "\r{} [{:#<{}}{:.<{}}] {:3} %  {}{:{}}", what_, "", filled, "", kCells - filled, percent, note,
+  print_err("\r{} [{:#<{}}{:.<{}}] {:3} %  {}{:{}}", what_, "", filled, "", kCells - filled, percent, note,
              "", wipe);
   shown_note_ = note.size();
-  std::fflush(stderr);
 }
 
 void ProgressBar::clear() {
   if (shown_percent_ < 0) return;
   shown_percent_ = -1;
-  std::fprintf(stderr, "\r%s\r", std::string(what_.size() + 42 + shown_note_, ' ').c_str());
-  std::fflush(stderr);
+  print_err("\r{}\r", std::string(what_.size() + 42 + shown_note_, ' '));
 }
 
 }  // namespace pagedkv::cli

@@ -9,6 +9,7 @@
 #include "bench/bench.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/output.h"
 #include "engine/engine.h"
 #include "pagedkv/cache.h"
 
@@ -69,7 +70,7 @@ void print_json(const Machine& m) {
                                  {"cgroup", or_null(m.memory.cgroup)},
                                  {"limit", m.memory.limit.n},
                                  {"kv_memory", m.memory.default_kv_memory.n}}}};
-  fmt::print("{}\n", out.dump(1, ' ', false, Json::error_handler_t::replace));
+  print_out("{}\n", out.dump(1, ' ', false, Json::error_handler_t::replace));
 }
 
 void print_table(const Machine& m) {
@@ -99,7 +100,7 @@ void print_table(const Machine& m) {
       {"cgroup limit", size(m.memory.cgroup, "none")},
       {"K and V",
        fmt::format("{} by default, less the model's weights", human_bytes(m.memory.default_kv_memory.n))}};
-  fmt::print("{}", table(rows, {Align::kLeft, Align::kLeft}));
+  print_out("{}", table(rows, {Align::kLeft, Align::kLeft}));
 }
 
 }  // namespace
@@ -116,8 +117,7 @@ int info(const InfoOptions& options) {
   } else {
     print_table(machine);
   }
-  if (std::fflush(stdout) != 0) return fail(Status(Code::kUnavailable, "[info] stdout cannot be written"));
-  return 0;
+  return finish("info");
 }
 
 }  // namespace pagedkv::cli

@@ -8,6 +8,7 @@
 
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/output.h"
 #include "pagedkv/cache.h"
 #include "pagedkv/format.h"
 
@@ -91,20 +92,20 @@ Json format_json(const FormatFigures& f) {
 
 void print(const engine::ModelInfo& model, const InspectOptions& options, const engine::MachineMemory& memory,
            Bytes budget, Tokens context, const std::vector<FormatFigures>& formats) {
-  fmt::print("{}: {}, {} layers, width {}, vocabulary {}, trained context {}, weights {}\n",
+  print_out("{}: {}, {} layers, width {}, vocabulary {}, trained context {}, weights {}\n",
              model.name.empty() ? model.path : model.name, model.architecture, model.n_layers,
              with_commas(model.n_embd), with_commas(model.vocab_size), with_commas(model.context_length),
              human_bytes(model.weight_bytes));
   for (const GroupSpec& group : model.groups) {
     const LayerShape& shape = group.shape;
-    fmt::print("  {} layers: {} query heads, {} KV heads, head_dim {}, {}\n", group.layers.size(),
+    print_out("  {} layers: {} query heads, {} KV heads, head_dim {}, {}\n", group.layers.size(),
                group.num_q_heads > 0 ? group.num_q_heads : shape.num_kv_heads, shape.num_kv_heads,
                shape.head_dim_k == shape.head_dim_v ? std::to_string(shape.head_dim_k)
                                                     : fmt::format("{}/{}", shape.head_dim_k, shape.head_dim_v),
                group.sliding_window > 0 ? fmt::format("sliding window of {}", with_commas(group.sliding_window))
                                         : "full attention");
   }
-  fmt::print("\nK and V over all layers, blocks of {} tokens, {} for them ({}; this process may use {})\n\n",
+  print_out("\nK and V over all layers, blocks of {} tokens, {} for them ({}; this process may use {})\n\n",
              options.block_size.n, human_bytes(budget.n), options.kv_memory.n > 0 ? "--kv-memory" : "default",
              human_bytes(memory.limit.n));
   std::vector<std::vector<std::string>> rows = {
@@ -122,7 +123,7 @@ void print(const engine::ModelInfo& model, const InspectOptions& options, const 
     }
   }
   constexpr auto kLeft = Align::kLeft, kRight = Align::kRight;
-  fmt::print("{}{}", table(rows, {kLeft, kRight, kRight, kRight, kRight, kRight}, "  "), unusable);
+  print_out("{}{}", table(rows, {kLeft, kRight, kRight, kRight, kRight, kRight}, "  "), unusable);
 }
 
 }  // namespace
@@ -156,12 +157,11 @@ int inspect(const InspectOptions& options) {
              {"formats", Json::array()}};
     for (const GroupSpec& group : model->groups) out["groups"].push_back(group_json(group));
     for (const FormatFigures& f : formats) out["formats"].push_back(format_json(f));
-    fmt::print("{}\n", out.dump(1, ' ', false, Json::error_handler_t::replace));
+    print_out("{}\n", out.dump(1, ' ', false, Json::error_handler_t::replace));
   } else {
     print(*model, options, memory, budget, context, formats);
   }
-  if (std::fflush(stdout) != 0) return fail(Status(Code::kUnavailable, "[inspect] stdout cannot be written"));
-  return 0;
+  return finish("inspect");
 }
 
 }  // namespace pagedkv::cli

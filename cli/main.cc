@@ -4,11 +4,13 @@
 
 #include <exception>
 #include <new>
+#include <sstream>
 #include <string>
 
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/options.h"
+#include "cli/output.h"
 
 namespace pagedkv::cli {
 namespace {
@@ -68,7 +70,10 @@ int command_line(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& asked) {  // --help, --version
-    return app.exit(asked);
+    std::ostringstream text;
+    app.exit(asked, text, text);
+    out(text.str());
+    return finish("pagedkv");
   } catch (const CLI::ParseError& error) {
     std::string name = "pagedkv";
     CLI::App* command = &app;
@@ -98,6 +103,7 @@ int command_line(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   using namespace pagedkv;
+  cli::own_streams();
   try {
     return cli::command_line(argc, argv);
   } catch (const std::bad_alloc&) {

@@ -8,6 +8,7 @@
 
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/output.h"
 #include "cli/input.h"
 
 namespace pagedkv::cli {
@@ -44,7 +45,7 @@ void print_json(const FidelityResult& result, const PerplexityOptions& options, 
     out["reference"] = kv_quant_name(*options.reference);
     out["ppl_reference"] = result.reference->ppl;
   }
-  fmt::print("{}\n", out.dump(1));
+  print_out("{}\n", out.dump(1));
 }
 
 void print_table(const FidelityResult& result, const PerplexityOptions& options, const std::string& format) {
@@ -60,7 +61,7 @@ void print_table(const FidelityResult& result, const PerplexityOptions& options,
     rows.push_back({"99.9 % KLD", fmt::format("{:.5f}", against->kld_p999), ""});
     rows.push_back({"same top-1", fmt::format("{:.2f} %", against->top1), ""});
   }
-  fmt::print("{}", table(rows, {Align::kLeft, Align::kRight, Align::kLeft}));
+  print_out("{}", table(rows, {Align::kLeft, Align::kRight, Align::kLeft}));
 }
 
 }  // namespace
@@ -96,8 +97,7 @@ int perplexity(const PerplexityOptions& options) {
   } else {
     print_table(*result, options, format);
   }
-  if (std::fflush(stdout) != 0) return fail(Status(Code::kUnavailable, "[perplexity] stdout cannot be written"));
-  return 0;
+  return finish("perplexity");
 }
 
 }  // namespace pagedkv::cli

@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "cli/console.h"
+#include "cli/output.h"
 
 namespace pagedkv::cli {
 
@@ -17,7 +18,7 @@ void print_stats(const Stats& stats) {
     if (value.is_null()) continue;  // an empty map
     rows.push_back({key.substr(1), value.is_string() ? value.get<std::string>() : value.dump()});
   }
-  fmt::print(stderr, "\n{}", table(rows, {Align::kLeft, Align::kRight}, "  "));
+  print_err("\n{}", table(rows, {Align::kLeft, Align::kRight}, "  "));
 }
 
 }  // namespace pagedkv::cli

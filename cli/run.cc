@@ -1,14 +1,12 @@
 // One prompt, one answer: as it comes, or as one JSON object.
 #include <fmt/format.h>
 
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
 #include <nlohmann/json.hpp>
 
 #include "cli/chat.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/output.h"
 #include "cli/input.h"
 #include "cli/interrupt.h"
 #include "cli/report.h"
@@ -57,15 +55,15 @@ void print_result_json(const engine::GenerateResult& result, const Stats& stats)
                  {"prefill_tok_s", result.prefill_tok_s()},
                  {"decode_tok_s", result.decode_tok_s()},
                  {"stats", stats_json(stats)}};
-  fmt::print("{}\n", out.dump(1, ' ', false, Json::error_handler_t::replace));
+  print_out("{}\n", out.dump(1, ' ', false, Json::error_handler_t::replace));
 }
 
 void print_finish(const engine::GenerateResult& result, const RunOptions& options, const engine::Engine& engine) {
   if (result.finish_reason == FinishReason::kCancelled) {
-    fmt::print(stderr, "pagedkv: [cancelled] the answer is not whole\n");
+    print_err("pagedkv: [cancelled] the answer is not whole\n");
   } else if (result.finish_reason == FinishReason::kLength) {
     const bool by_option = options.max_tokens && result.tokens_out >= options.max_tokens->n;
-    fmt::print(stderr, "pagedkv: [length] {}\n",
+    print_err("pagedkv: [length] {}\n",
                by_option ? fmt::format("the answer was ended after {} tokens (--max-tokens)", result.tokens_out)
                          : fmt::format("the context of {} tokens is full: {} of the prompt, {} of the answer",
                                        engine.context().n, result.tokens_in, result.tokens_out));
@@ -92,7 +90,7 @@ void print_figures(const engine::GenerateResult& result, engine::Engine& engine,
        fmt::format("{} writable, {} in RAM", human_bytes(stats.bytes_committed),
                    human_bytes(stats.bytes_resident))},
   };
-  fmt::print(stderr, "\n{}", table(rows, {Align::kLeft, Align::kRight, Align::kLeft}, "  "));
+  print_err("\n{}", table(rows, {Align::kLeft, Align::kRight, Align::kLeft}, "  "));
 }
 
 }  // namespace
@@ -124,24 +122,22 @@ int run(const RunOptions& options) {
   const auto show = [&](std::string_view text) {
     if (!options.json && !text.empty()) {
       shown = true;
-      written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0;
+      written = out(text);
     }
     return written && interrupted == 0;
   };
   const auto result = (*engine)->generate(request, show);
   const Stats stats = (*engine)->cache().stats();
   if (!result.ok()) {
-    if (shown) std::fputc('\n', stderr);  // away from the part of the answer that is out already
+    if (shown) err("\n");  // away from the part of the answer that is out already
     return fail(result.status());
   }
   if (options.json) {
     print_result_json(*result, stats);
   } else if (!result->text.ends_with('\n')) {
-    std::putchar('\n');
+    out("\n");
   }
-  if (std::fflush(stdout) != 0 || !written)
-    return fail(
-        Status(Code::kUnavailable, fmt::format("[run] stdout cannot be written: {}", std::strerror(errno))));
+  if (const int code = finish("run"); code != 0) return code;
 
   print_finish(*result, options, **engine);
   if (!options.json) print_figures(*result, **engine, stats);

@@ -4,11 +4,11 @@
 #include <cstdio>
 #include <filesystem>
 #include <memory>
-#include <mutex>
 #include <sstream>
 
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/output.h"
 #include "cli/input.h"
 #include "pagedkv/layout.h"
 #include "server/server.h"
@@ -64,7 +64,7 @@ void print_start(const ServeOptions& options, const server::ServerOptions& serve
        server.api_keys.empty() ? "anybody who reaches the port may ask" : "Authorization: Bearer KEY"},
       {"URL", url, "page at /, API at /v1"},
   };
-  fmt::print(stderr, "{}", table(rows, {Align::kLeft, Align::kRight, Align::kLeft}, "  "));
+  print_err("{}", table(rows, {Align::kLeft, Align::kRight, Align::kLeft}, "  "));
 }
 
 }  // namespace
@@ -88,11 +88,9 @@ int serve(const ServeOptions& options) {
   engine_options->max_sequences = server.scheduler.max_num_seqs;
   engine_options->chunk = server.scheduler.max_num_batched_tokens;
 
-  std::mutex lines;  // requests are logged by several threads
-  server.log = [&lines](const std::string& line) {
-    const std::lock_guard lock(lines);
-    fmt::print(stderr, "{}\n", line);
-  };
+  never_wait_for_err();
+  server.log = [](const std::string& line) { print_err("{}\n", line); };
+  server.lost_log_lines = lost_err_lines;
   int port = 0;
   server.on_listening = [&port](int bound) { port = bound; };
   ProgressBar progress("loading");

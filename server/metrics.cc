@@ -136,6 +136,7 @@ std::string metrics_text(const MetricsInput& in) {
         int64_t{in.ready});
 
   if (in.loaded) write_figures(w, in);
+  w.one("log_lines_lost_total", "counter", "Lines of the log that stderr did not take.", in.lost_log_lines);
   if (!in.replies.empty()) w.family("http_replies_total", "counter", "Replies by path and status.");
   for (const auto& [key, count] : in.replies)
     w.sample(static_cast<double>(count), {{"path", key.first}, {"code", std::to_string(key.second)}});

@@ -17,6 +17,7 @@ struct MetricsInput {
   bool ready = false;
   engine::SchedulerStats scheduler;
   HttpFigures http;
+  int64_t lost_log_lines = 0;
   std::map<std::pair<std::string, int>, int64_t> replies;  // (path, status) -> count
 };
 

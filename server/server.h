@@ -28,6 +28,7 @@ struct ServerOptions {
   bool log_prompts = false;   // also the text of prompts; off: no text of anybody is logged
   std::string version;
   std::function<void(const std::string& line)> log = {};  // a line a request; any thread
+  std::function<int64_t()> lost_log_lines = {};           // lines that `log` could not write; any thread
   std::function<void(int port)> on_listening = {};        // before the model is loaded
   std::function<void(engine::StepModel& model)> on_ready = {};
 };

@@ -480,6 +480,7 @@ void Service::metrics(const std::shared_ptr<Exchange>& exchange) {
     in.http = http_->figures();
   }
   in.ready = not_ready().status == 0;
+  if (options_.lost_log_lines) in.lost_log_lines = options_.lost_log_lines();
   {
     const std::lock_guard lock(mutex_);
     in.replies = replies_;
@@ -509,6 +510,7 @@ void Service::stats(const std::shared_ptr<Exchange>& exchange) {
         {"slow_readers", http.slow_readers}}}};
   for (const auto& [name, value] : engine::named_counts(s)) out["scheduler"][name] = value;
   for (const auto& [name, value] : engine::named_seconds(s)) out["scheduler"][name] = value;
+  if (options_.lost_log_lines) out["log_lines_lost"] = options_.lost_log_lines();
   {
     const std::lock_guard lock(mutex_);
     out["recent"] = recent_;

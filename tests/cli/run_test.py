@@ -168,7 +168,34 @@ class Run(CliTest):
             done = subprocess.run([BINARY, "run", "-m", MODEL, "-p", "Hi", "-n", "4"], stdout=full,
                                   stderr=subprocess.PIPE, env=environment(), check=False, timeout=300)
         self.assertEqual(done.returncode, 1)
-        self.assertIn(b"stdout cannot be written", done.stderr)
+        self.assertIn(b"[run] stdout cannot be written: No space left on device", done.stderr)
+
+    def test_an_answer_needs_no_stderr(self):
+        quiet = pagedkv("run", "-m", MODEL, "-p", "Hi", "-n", "4", "--temp", "0")
+        for redirected in ("2>&-", "2>/dev/full"):
+            done = subprocess.run(["sh", "-c", f'exec "$@" {redirected}', "sh", BINARY, "run", "-m", MODEL, "-p", "Hi", "-n",
+                                   "4", "--temp", "0"], check=False, stdout=subprocess.PIPE, env=environment(), timeout=300)
+            self.assertEqual(done.returncode, 0, redirected)
+            self.assertEqual(done.stdout.decode(), quiet.out)
+
+    def test_a_reader_that_has_enough_ends_the_answer_without_a_word(self):
+        child = subprocess.Popen([BINARY, "run", "-m", MODEL, "-p", STORY, "--temp", "0"], env=environment(),
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        child.stdout.read(1)
+        child.stdout.close()
+        err = child.stderr.read()
+        child.stderr.close()
+        self.assertEqual(child.wait(300), 141, err)
+        self.assertNotIn(b"stdout", err)
+
+    def test_a_model_that_ends_at_once_has_no_rates(self):
+        done = pagedkv("run", "-m", MODEL, "--raw", "-p", "<|im_start|>user\nSay nothing<|im_end|>\n<|im_start|>assistant\n"
+                       "Done.", "-n", "64", "--temp", "0", "--json")
+        self.assertEqual(done.code, 0, done.err)
+        got = done.json()
+        self.assertEqual((got["finish_reason"], got["tokens_out"]), ("stop", 0), "this prompt is at its end")
+        self.assertEqual(got["decode_tok_s"], 0)
+        self.assertGreater(got["prefill_tok_s"], 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What the command line refuses, and how it says so."""
 import re
+import subprocess
 import unittest
 
-from process import ROOT, CliTest, pagedkv
+from process import BINARY, ROOT, CliTest, environment, pagedkv
 
 COMMANDS = (["run"], ["serve"], ["perplexity"], ["inspect"], ["info"], ["completion", "bash"], ["bench", "limits"],
             ["bench", "cache"], ["bench", "kernels"], ["bench", "model"])
@@ -16,6 +17,15 @@ def options_of(command):
 
 
 class Usage(CliTest):
+    def test_what_stdout_does_not_take_is_an_error(self):
+        for words in (["--version"], ["--help"], ["run", "--help"], ["completion", "bash"], ["info", "--json"]):
+            for redirected in (">/dev/full", ">&-"):
+                with self.subTest(words=words, redirected=redirected):
+                    done = subprocess.run(["sh", "-c", f'exec "$@" {redirected}', "sh", BINARY, *words], check=False,
+                                          stderr=subprocess.PIPE, env=environment(), timeout=300)
+                    self.assertEqual(done.returncode, 1)
+                    self.assertIn(b"stdout cannot be written", done.stderr)
+
     def usage_error(self, words, *named, env=None):
         self.refused(pagedkv(*words, env=env), 2, "[usage]", *named)
 
@@ -26,8 +36,8 @@ class Usage(CliTest):
         for option, name, low, high in (("--block-size", "--block-size", 1, 256), ("-c", "--context", 1, 2**31 - 1),
                                         ("-n", "--max-tokens", 1, 2**31 - 1), ("-t", "--threads", 1, 512),
                                         ("--num-blocks", "--num-blocks", 1, 2**31 - 1),
-                                        ("--top-k", "--top-k", 0, 2**31 - 1), ("--seed", "--seed", 0, 2**32 - 1)):
-            for word in (str(low - 1), str(high + 1), str(2**40), "99999999999999999999", "-5", "12x", "1e99", "nan",
+                                        ("--top-k", "--top-k", 0, 2**31 - 1), ("--seed", "--seed", 0, 2**63 - 1)):
+            for word in (str(low - 1), str(high + 1), str(2 * high), "99999999999999999999", "-5", "12x", "1e99", "nan",
                          "", " 1", "0x10", "1.5"):
                 with self.subTest(option=option, word=word):
                     self.run_error([option, word], f'{name}: "{word}" is not a whole number from {low} to {high}')

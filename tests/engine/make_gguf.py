@@ -40,6 +40,9 @@ MODELS = {
     "gemma3_window40_all": dict(GEMMA, heads=3, kv_heads=1, head_dim=64, layers=2, window=40, pattern=0),
     "gemma3_no_window": dict(GEMMA, heads=2, kv_heads=1, head_dim=64, layers=2, window=0, rotated=32),
     "d64_wide": dict(heads=4, kv_heads=1, head_dim=64, n_ff=256, layers=1, tied=True),  # rows of 256, as K-quants want
+    # Vocabularies that cannot spell everything: letters and no bytes; bytes, but few of them.
+    "spm_letters": dict(heads=1, kv_heads=1, head_dim=64, layers=1, vocabulary="letters"),
+    "bpe_few_bytes": dict(heads=1, kv_heads=1, head_dim=64, layers=1, vocabulary="few bytes"),
     "d64_long_context": dict(heads=2, kv_heads=1, head_dim=64, context=1048576),
 }
 
@@ -55,7 +58,7 @@ def llama3_factors(n, base, factor=8.0, low=1.0, high=4.0, original=128):
 def write(path, name, *, heads, kv_heads, head_dim, n_embd=None, layers=2, n_ff=160, context=512, tied=False,
           scaling=None, factor=None, original=None, llama3=False, biases=False, base=10000.0, arch="llama",
           output_bias=False, head_norms=False, post_norms=False, window=None, pattern=None, window_base=None,
-          final_softcap=None, rotated=None):
+          final_softcap=None, rotated=None, vocabulary="bytes"):
     n_embd = n_embd or heads * head_dim
     random = np.random.default_rng(sum(name.encode()))
 
@@ -98,17 +101,30 @@ def write(path, name, *, heads, kv_heads, head_dim, n_embd=None, layers=2, n_ff=
         w.add_final_logit_softcapping(final_softcap)
         w.add_attn_logit_softcapping(0.0)  # off
 
-    pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256)]
-    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL] + [TokenType.BYTE] * 256
+    pieces = ["<unk>", "<s>", "</s>"]
+    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    if vocabulary == "bytes":
+        pieces += [f"<0x{b:02X}>" for b in range(256)]
+        kinds += [TokenType.BYTE] * 256
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    words = ["\u2581"] + letters + ["\u2581" + c for c in letters]
+    if vocabulary == "few bytes":
+        words = ["\u0120"] + letters + list("0123456789[]\",:-") + ["\u00c3", "\u00a9"[:1], "ab", "abc", "\u0120a"]
+    else:
+        words = ["\u2581"] + letters + ["\u2581" + c for c in letters]
+        if vocabulary == "letters":
+            words += [c.upper() for c in letters] + ["\u2581He"]
     words += [f"w{i}" for i in range(N_PIECES - len(pieces) - len(words))]
     pieces += words
     kinds += [TokenType.NORMAL] * len(words)
-    w.add_tokenizer_model("llama")
+    if vocabulary == "few bytes":
+        w.add_tokenizer_model("gpt2")
+        w.add_token_merges(["a b", "ab c", "\u0120 a"])
+        w.add_add_bos_token(False)
+    else:
+        w.add_tokenizer_model("llama")
+        w.add_token_scores([-float(i) for i in range(len(pieces))])
     w.add_tokenizer_pre("default")
     w.add_token_list(pieces)
-    w.add_token_scores([-float(i) for i in range(len(pieces))])
     w.add_token_types(kinds)
     w.add_bos_token_id(1)
     w.add_eos_token_id(2)
