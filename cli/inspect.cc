@@ -131,6 +131,7 @@ void print(const engine::ModelInfo& model, const InspectOptions& options, const 
 int inspect(const InspectOptions& options) {
   const auto model = engine::read_model_info(options.model_path);
   if (!model.ok()) return fail(model.status());
+  if (auto text = engine::load_text(*model); !text.ok()) return fail(text.status());  // what `run` would refuse
   const engine::MachineMemory memory = engine::machine_memory(*model);
   const Bytes budget = options.kv_memory.n > 0 ? options.kv_memory : memory.default_kv_memory;
   const Tokens context = options.context.n > 0 ? options.context : Tokens(model->context_length);

@@ -76,6 +76,21 @@ Result<std::unique_ptr<Cache>> create_cache(CacheOptions options, const EngineOp
   }
 }
 
+// What bounds the pool, as the beginning of a sentence that ends with a count of tokens.
+std::string what_holds(const Cache& cache, const EngineOptions& options) {
+  if (options.dynamic) return "kv_memory of " + mib(cache.options().kv_memory.n) + " holds";
+  return std::to_string(options.num_blocks.n) + " fixed blocks hold";
+}
+
+// Of the layers that see all of a context.
+int64_t context_bytes(const Cache& cache, Tokens context) {
+  int64_t bytes = 0;
+  for (int g = 0; g < std::ssize(cache.options().groups); ++g)
+    if (cache.options().groups[static_cast<size_t>(g)].sliding_window == 0)
+      bytes += cache.image_bytes(g).n * blocks_for(context, cache.options().block_size).n;
+  return bytes;
+}
+
 Status check_memory(const ModelInfo& info, const Cache& cache) {
   const int64_t limit = machine_memory(info).limit.n;
   const CacheOptions& options = cache.options();
@@ -87,6 +102,16 @@ Status check_memory(const ModelInfo& info, const Cache& cache) {
 }
 
 }  // namespace
+
+Result<std::unique_ptr<Text>> load_text(const ModelInfo& model) {
+  auto text = Text::load(model.path);
+  if (!text.ok()) return text;
+  if ((*text)->vocab_size() != model.vocab_size) {
+    return Status(Code::kCorrupt, model.path + ": the vocabulary has " + std::to_string((*text)->vocab_size()) +
+                                      " tokens, the embedding " + std::to_string(model.vocab_size));
+  }
+  return text;
+}
 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::~Engine() = default;
@@ -112,12 +137,12 @@ Result<std::unique_ptr<Engine>> Engine::load(const EngineOptions& options) {
   if (!cache.ok()) return cache.status();
   const Tokens room = (*cache)->capacity();
   if (room < impl->context) {
-    const std::string why = "kv_memory of " + mib((*cache)->options().kv_memory.n) + " and " +
-                            (options.dynamic ? "" : std::to_string(options.num_blocks.n) + " fixed blocks ") +
-                            "hold " + std::to_string(room.n) + " tokens";
+    const std::string why = what_holds(**cache, options) + " " + std::to_string(room.n) + " tokens";
     if (asked) {
-      return Status(Code::kCapacity,
-                    "a context of " + std::to_string(impl->context.n) + " tokens does not fit: " + why);
+      return Status(Code::kCapacity, "a context of " + std::to_string(impl->context.n) + " tokens needs " +
+                                         mib(context_bytes(**cache, impl->context)) + " of K and V, " + why +
+                                         "; what helps: a smaller --context, more --kv-memory" +
+                                         (options.dynamic ? "" : " and --num-blocks") + ", packed --kv-quant");
     }
     if (room.n < 1) return Status(Code::kCapacity, "not even one token fits: " + why);
     notice("context is " + std::to_string(room.n) + " tokens instead of the trained " +
@@ -130,14 +155,9 @@ Result<std::unique_ptr<Engine>> Engine::load(const EngineOptions& options) {
   impl->cache = std::move(*cache);
   if (Status s = check_memory(info, *impl->cache); !s.ok()) return s;
 
-  auto text = Text::load(options.model_path);
+  auto text = load_text(info);
   if (!text.ok()) return text.status();
   impl->text = std::move(*text);
-  if (impl->text->vocab_size() != info.vocab_size) {
-    return Status(Code::kCorrupt, options.model_path + ": the vocabulary has " +
-                                      std::to_string(impl->text->vocab_size()) + " tokens, the embedding " +
-                                      std::to_string(info.vocab_size));
-  }
   auto graphs =
       Graphs::create(*impl->model, impl->attention, options.threads > 0 ? options.threads : default_threads());
   if (!graphs.ok()) return graphs.status();

@@ -44,6 +44,9 @@ std::vector<std::string> supported_architectures();
 // Errors: kNotFound, kCorrupt (with the offset or key, value and limit), kUnsupported (lists what works).
 Result<ModelInfo> read_model_info(const std::string& path);
 
+// The vocabulary that goes with it. Errors: kCorrupt.
+Result<std::unique_ptr<Text>> load_text(const ModelInfo& model);
+
 // Memory this process may use: min(RAM, cgroup limit), and what the KV cache gets of it by default.
 struct MachineMemory {
   Bytes limit;

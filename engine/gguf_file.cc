@@ -413,7 +413,7 @@ Result<std::shared_ptr<const GgufFile>> GgufFile::open(const std::string& path) 
   const int error = errno;
   ::close(fd);  // the mapping keeps the file
   if (base == MAP_FAILED) {
-    return Status(Code::kUnavailable,
+    return Status(error == ENOMEM ? Code::kNoMemory : Code::kUnavailable,
                   path + ": mapping " + std::to_string(size) + " bytes: " + std::strerror(error));
   }
   return parse({static_cast<const std::byte*>(base), size}, path, true);

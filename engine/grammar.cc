@@ -5,6 +5,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "engine/text.h"
+
 namespace pagedkv::engine {
 namespace {
 
@@ -314,6 +316,8 @@ Result<std::shared_ptr<const Grammar>> Grammar::parse(std::string_view gbnf) {
   if (gbnf.size() > kMaxBytes)
     return invalid_argument("[grammar] it has " + std::to_string(gbnf.size()) + " bytes, the limit is " +
                             std::to_string(kMaxBytes));
+  if (const int64_t at = find_invalid_utf8(gbnf); at >= 0)
+    return invalid_argument("[grammar] it is not valid UTF-8 at byte " + std::to_string(at));
   return GrammarParser(gbnf).parse();
 }
 

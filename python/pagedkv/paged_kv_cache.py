@@ -66,7 +66,8 @@ class PagedKVCache:
         with self._lock:
             if self._pool is None:
                 return self.block_size * self.num_blocks
-            return self._pool.committed_capacity // len(self._sequences)
+            blocks = self._pool.committed_capacity // self.block_size
+            return blocks // len(self._sequences) * self.block_size
 
     @property
     def offset(self) -> int:
@@ -102,7 +103,8 @@ class PagedKVCache:
                     f"({self.capacity // self.block_size} blocks); dynamic growth is off (dynamic=True, or "
                     "PAGEDKV_DYNAMIC=1)")
             if self._pool is not None:
-                self._pool.grow_to_capacity(required_tokens * len(self._sequences))
+                blocks = -(-required_tokens // self.block_size) * len(self._sequences)  # a row's are its own
+                self._pool.grow_to_capacity(blocks * self.block_size)
                 return
             blocks = -(-required_tokens // self.block_size)
             if blocks > 2**31 - 1:

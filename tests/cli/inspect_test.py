@@ -48,6 +48,17 @@ class Inspect(CliTest):
         self.refused(pagedkv("inspect", "-m", str(self.folder)), 1, "directory")
 
     @needs_model
+    def test_a_vocabulary_that_run_refuses(self):
+        whole = Path(MODEL).read_bytes()
+        at = whole.index(b"tokenizer.ggml.pre") + len(b"tokenizer.ggml.pre") + 4  # its type, then length and text
+        size = int.from_bytes(whole[at:at + 8], "little")
+        name = whole[at + 8:at + 8 + size]
+        path = self.file("pre.gguf", whole[:at + 8] + b"x" * size + whole[at + 8 + size:])
+        self.assertIn(b"smol", name)
+        for words in (["inspect", "-m", path], ["run", "-m", path, "-p", "x"]):
+            self.refused(pagedkv(*words), 1, "vocabulary", "x" * size)
+
+    @needs_model
     def test_a_truncated_model(self):
         whole = Path(MODEL).read_bytes()
         for size in (1, 24, 1 << 16, 1 << 20, 3 << 20, len(whole) // 2, len(whole) - 1):

@@ -245,7 +245,33 @@ TEST(Load, RefusesAnExplicitContextThatDoesNotFit) {
                               .kv_memory = Bytes(8 << 20)});
   ASSERT_FALSE(engine.ok());
   EXPECT_EQ(engine.status().code(), Code::kCapacity);
-  EXPECT_NE(engine.status().message().find("1000000"), std::string::npos) << engine.status().message();
+  for (const char* part : {"1000000 tokens needs 489 MiB of K and V, kv_memory of 8 MiB holds 16384 tokens",
+                           "--context", "--kv-memory", "--kv-quant"})
+    EXPECT_NE(engine.status().message().find(part), std::string::npos) << engine.status().message();
+  EXPECT_EQ(engine.status().message().find("--num-blocks"), std::string::npos);
+}
+
+TEST(Load, AContextThatIsAcceptedCanBeFilledInEitherArena) {
+  for (const ArenaOrder arena : {ArenaOrder::kBlockMajor, ArenaOrder::kLayerMajor}) {
+    EngineOptions options{.model_path = tiny_model("d64_long_context"),
+                          .context = Tokens(30000),
+                          .threads = 1,
+                          .num_blocks = Blocks(16),
+                          .kv_memory = Bytes(15 << 20),
+                          .arena = arena};
+    auto engine = Engine::load(options);
+    if (!engine.ok()) {  // whole extents hold 28,672 tokens or, in layer_major, 16,384
+      EXPECT_EQ(engine.status().code(), Code::kCapacity);
+      options.context = Tokens(0);
+      engine = Engine::load(options);
+      ASSERT_TRUE(engine.ok()) << engine.status().message();
+    }
+    Cache& cache = (*engine)->cache();
+    EXPECT_GE(cache.capacity(), (*engine)->context());
+    const StepRequest all{.sequence = cache.start({})->id, .n_tokens = (*engine)->context()};
+    auto plan = cache.reserve({&all, 1});
+    EXPECT_TRUE(plan.ok()) << plan.status().message();
+  }
 }
 
 TEST(Load, RefusesAContextPastTheTrainedOneUnlessAllowed) {

@@ -43,6 +43,7 @@ MODELS = {
     # Vocabularies that cannot spell everything: letters and no bytes; bytes, but few of them.
     "spm_letters": dict(heads=1, kv_heads=1, head_dim=64, layers=1, vocabulary="letters"),
     "bpe_few_bytes": dict(heads=1, kv_heads=1, head_dim=64, layers=1, vocabulary="few bytes"),
+    "d64_longest_context": dict(heads=2, kv_heads=1, head_dim=64, layers=1, context=2**31 - 1),
     "d64_long_context": dict(heads=2, kv_heads=1, head_dim=64, context=1048576),
 }
 

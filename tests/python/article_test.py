@@ -159,6 +159,28 @@ def test_growth_by_hand_needs_dynamic():
     cache._grow_to_capacity(64)  # is there
 
 
+def test_a_batch_is_measured_in_whole_blocks_of_each_row():
+    cache = pagedkv.PagedKVCache(block_size=16, num_blocks=1, dynamic=True)
+    cache.update_without_fetch(rows(3, 1, 1, 8), rows(3, 1, 1, 8))
+    assert cache.capacity % 16 == 0
+    for wanted in (cache.capacity + 1, cache.capacity + 16 * 1000 + 1):  # one token past a block, in each of three rows
+        cache._grow_to_capacity(wanted)
+        assert cache.capacity >= wanted and cache.capacity % 16 == 0
+        grown = cache.paged_stats()["growth_events"]
+        n = cache.capacity - cache.offset
+        cache.update_without_fetch(rows(3, 1, n, 8), rows(3, 1, n, 8))
+        assert cache.offset == cache.capacity and cache.paged_stats()["growth_events"] == grown, "it was all there"
+
+
+def test_capacities_that_no_number_holds_are_refused():
+    cache = pagedkv.PagedKVCache(block_size=16, num_blocks=1, dynamic=True)
+    cache.update_without_fetch(rows(1, 1, 1, 8), rows(1, 1, 1, 8))
+    for wanted in (2**63 - 1, 2**62, 2**64):
+        with pytest.raises((pagedkv.CapacityError, ValueError, OverflowError, TypeError)):
+            cache._grow_to_capacity(wanted)
+    assert cache.offset == 1
+
+
 def test_what_cannot_be_met_fails_at_the_first_write_and_leaves_the_cache_empty():
     cache = pagedkv.PagedKVCache(block_size=256, num_blocks=2**31 - 1)
     with pytest.raises(pagedkv.CapacityError):

@@ -114,6 +114,43 @@ def test_what_cannot_be_done_is_refused_by_name(llm, prompt, options, error, mat
         llm.generate(prompt, **options)
 
 
+@pytest.mark.parametrize("options", [
+    {"grammar": 'root ::= "a" [^\\x00-\\U0010FFFF]', "logit_bias": {2: 100}},
+    {"grammar": 'root ::= "a" [^\\x00-\\U0010FFFF]', "temperature": 0}, {"grammar": 'root ::= "\\U00040000"'},
+])
+def test_a_grammar_that_the_vocabulary_cannot_follow_is_an_error_and_no_abort(llm, options):
+    with pytest.raises(ValueError, match="no token of this model's vocabulary goes on"):
+        llm.generate("x", max_tokens=8, **options)
+    assert llm.generate("x", max_tokens=2).finish_reason == "length"
+
+
+def test_any_grammar_is_read_or_refused_in_bounded_time(llm):
+    for grammar in ('root ::= a root "x" | "y"\na ::= b\nb ::= "z" | ', 'root ::= root "x" | "y"'):  # left recursion
+        assert llm.generate("x", max_tokens=4, grammar=grammar, temperature=0).text
+    for grammar in ("root ::= " + "(" * 100_000, "root ::= root", 'root ::= "a"{1000000000}', "\0"):
+        with pytest.raises(ValueError):
+            llm.generate("x", max_tokens=4, grammar=grammar)
+    doubling = 'root ::= s\ns ::= "[" s "b" | "[" s "c" | "d"'  # two ways at each step
+    assert llm.generate("[[[", max_tokens=200, temperature=0, grammar=doubling, logit_bias={llm.tokenize("[", add_special=False)[0]: 100}).text.startswith("[[[")
+
+
+def test_seeds_of_64_bits_are_all_different(llm):
+    def text(seed):
+        return llm.generate("A story:", max_tokens=16, seed=seed, temperature=2.0, top_p=1.0).text
+
+    assert len({text(seed) for seed in (0, 1, 2**32 - 2, 2**32 - 1, 2**32, 2**32 + 1, 2**64 - 1)}) == 7
+    assert text(2**64 - 1) == text(2**64 - 1)
+    choices = llm.generate("A story:", max_tokens=16, seed=2**32 - 2, n=4, temperature=2.0, top_p=1.0)
+    assert len({choice.text for choice in choices}) == 4
+
+
+def test_a_text_is_tokenized_and_back_unchanged(llm):
+    for text in ("Hello", " Hello", "caf\u00e9 \U0001f600", "", "  two  spaces"):
+        assert llm.detokenize(llm.tokenize(text)) == text
+    with pytest.raises(ValueError, match=r"U\+0004"):
+        llm.tokenize("a\x04b")
+
+
 @pytest.mark.parametrize("messages,error", [
     ([{"role": "wizard", "content": "x"}], ValueError), ([{"content": "x"}], TypeError), (["x"], TypeError),
     ([{"role": "user", "content": 3}], TypeError),

@@ -1,5 +1,6 @@
 """The server on real models: what is shared, what it costs, and that sharing changes nothing."""
 import os
+import resource
 import threading
 import unittest
 
@@ -66,8 +67,82 @@ class Tiny(unittest.TestCase):
             self.assertEqual(self.scores(again), self.scores(self.complete(server, edited, cache_salt="cold")))
 
 
+    def test_a_character_that_the_vocabulary_lacks_is_a_400_that_names_it(self):
+        for model, prompt, character in (("spm_letters", "H\u00e9", "U+00E9"), ("bpe_few_bytes", "ab{", "U+007B")):
+            with served(f"{TINY}/{model}.gguf") as server:
+                status, answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+                self.assertEqual((status, answer["error"]["param"]), (400, "prompt"), answer)
+                self.assertIn(character, answer["error"]["message"])
+                self.assertEqual(server.post("/v1/completions", {"prompt": "ab", "max_tokens": 1})[0], 200)
+
+    def test_a_grammar_that_the_vocabulary_cannot_follow_ends_its_request_alone(self):
+        for model in ("spm_letters", "bpe_few_bytes"):
+            with served(f"{TINY}/{model}.gguf") as server:
+                for bias in ({}, {"2": 100}):
+                    status, answer = server.post("/v1/completions", {"prompt": "ab", "logit_bias": bias,
+                                                                     "response_format": {"type": "json_object"}})
+                    self.assertEqual(status, 400, answer)
+                    self.assertIn("no token of this model's vocabulary", answer["error"]["message"])
+                    self.assertEqual(server.get("/health")[0], 200)
+                    self.assertEqual(server.post("/v1/completions", {"prompt": "ab", "max_tokens": 1})[0], 200)
+                self.assertEqual(server.idle()["scheduler"]["failed"], 2)
+
+    def test_memory_that_the_system_refuses_is_its_own_error(self):
+        # 512 bytes a token, in extents of 2 MiB: the process may have few more of them, and then as many as it likes.
+        with served(f"{TINY}/d64_long_context.gguf", "-c", "100000", "--num-blocks", "32") as server:
+            body = {"prompt": tokens(20000, 2), "max_tokens": 1}
+            self.assertEqual(server.post("/v1/completions", {"prompt": tokens(2000, 1), "max_tokens": 1})[0], 200)
+            with open(f"/proc/{server.process.pid}/status", encoding="ascii") as status:
+                data = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+            resource.prlimit(server.process.pid, resource.RLIMIT_DATA, (data + (6 << 20), resource.RLIM_INFINITY))
+            status, answer = server.post("/v1/completions", body)
+            self.assertEqual((status, answer["error"]["code"]), (503, "out_of_memory"), answer)
+            self.assertIn("need", answer["error"]["message"])
+            self.assertEqual(server.get("/health")[0], 200)
+            resource.prlimit(server.process.pid, resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+            self.assertEqual(server.post("/v1/completions", body)[0], 200)
+
+
 @unittest.skipIf(not SMOLLM2, "PAGEDKV_TEST_MODEL names no model")
 class Real(unittest.TestCase):
+    def test_a_grammar_at_its_dead_end_ends_one_request_and_no_other(self):
+        # SmolLM2's vocabulary has no token for the bytes F1 and F2, which U+40000 begins with.
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "\U00040000"}}}
+        with served(SMOLLM2, "--context", "512") as server:
+            running = threading.Thread(target=lambda: answers.append(server.chat("Count to a hundred.", max_tokens=100)))
+            answers = []
+            running.start()
+            for bias in ({}, {"2": 100}, {"0": 100}):
+                for fields in ({}, {"temperature": 0}, {"n": 3}):
+                    status, answer = server.chat("Hi", response_format=schema, logit_bias=bias, max_tokens=50, **fields)
+                    self.assertEqual(status, 400, answer)
+                    self.assertIn("no token of this model's vocabulary goes on", answer["error"]["message"])
+            self.assertEqual(server.get("/health")[0], 200)
+            running.join()
+            self.assertEqual(answers[0][0], 200)
+            self.assertEqual(server.chat("Hi", max_tokens=5)[0], 200)
+            status, answer = server.chat("Yes or no?", response_format={"type": "json_schema", "json_schema": {
+                "name": "x", "schema": {"enum": ["yes", "no"]}}}, logit_bias={"2": 100}, max_tokens=50)
+            self.assertEqual(status, 200)
+            self.assertIn(answer["choices"][0]["message"]["content"].strip(), ('"yes"', '"no"'))
+
+    def test_a_byte_that_the_vocabulary_lacks_does_not_vanish(self):
+        with served(SMOLLM2, "--context", "512") as server:
+            status, answer = server.chat("a\u0004b", max_tokens=1)
+            self.assertEqual((status, answer["error"]["param"]), (400, "messages"), answer)
+            self.assertIn("U+0004", answer["error"]["message"])
+
+    def test_choices_of_the_largest_seeds_differ(self):
+        with served(SMOLLM2, "--context", "512") as server:
+            for seed in (2**32 - 2, 2**63 - 1, -1):
+                answer = server.chat("Name some animals.", seed=seed, n=4, max_tokens=24, temperature=2, top_p=1)[1]
+                texts = [choice["message"]["content"] for choice in answer["choices"]]
+                self.assertEqual(len(set(texts)), 4, texts)
+            pairs = [[server.chat("Name some animals.", seed=seed, max_tokens=24, temperature=2, top_p=1)[1]
+                      ["choices"][0]["message"]["content"] for seed in seeds] for seeds in ((1, 1), (1, (1 << 33) ^ 2 ^ 1))]
+            self.assertEqual(*pairs[0])
+            self.assertNotEqual(*pairs[1])
+
     def test_a_repeated_prompt_of_4096_tokens_computes_a_block_and_a_token_at_most(self):
         with served(SMOLLM2, "--kv-quant", "q8") as server:
             prompt = server.post("/tokenize", {"prompt": "The river ran past the old mill. " * 700})[1]["tokens"][:4096]

@@ -91,6 +91,34 @@ TEST(Request, AHundredThousandDamagedBodiesAreReadOrRefused) {
   EXPECT_GT(refused, 1000);
 }
 
+TEST(Request, TokenIdsOfABiasAreWrittenAsNumbersAre) {
+  const engine::ScriptedText text;
+  const auto read = [&](const std::string& id) {
+    return read_completion(Endpoint::kCompletions, R"({"prompt":"x","logit_bias":{")" + id + R"(":1}})", text, limits());
+  };
+  for (const char* id : {" 5", "+5", "05", "5 ", "5.0", "5e0", "", "-0", "-5", "0x5", "259", "99999999999999999999"}) {
+    const CompletionResult result = read(id);
+    const auto* error = std::get_if<ApiError>(&result);
+    ASSERT_NE(error, nullptr) << "\"" << id << "\"";
+    EXPECT_EQ(error->param, "logit_bias");
+    EXPECT_NE(error->message.find("expected are token ids from 0 to 258"), std::string::npos) << error->message;
+  }
+  for (const char* id : {"5", "0", "258"}) EXPECT_TRUE(std::holds_alternative<CompletionRequest>(read(id))) << id;
+}
+
+TEST(Request, SeedsKeepTheir64Bits) {
+  const engine::ScriptedText text;
+  const auto seed_of = [&](const char* seed) {
+    const CompletionResult result = read_completion(
+        Endpoint::kCompletions, std::string(R"({"prompt":"x","seed":)") + seed + "}", text, limits());
+    return std::get<CompletionRequest>(result).prompts.at(0).answer.sampling.seed;
+  };
+  EXPECT_EQ(seed_of("4294967295"), 4294967295u);
+  EXPECT_EQ(seed_of("4294967296"), 4294967296u) << "and not 1, its halves folded";
+  EXPECT_EQ(seed_of("-1"), UINT64_MAX);
+  EXPECT_NE(seed_of("null"), seed_of("null")) << "without one, any";
+}
+
 std::string grammar_of(const char* schema) {
   auto grammar = schema_grammar(OrderedJson::parse(schema), "schema");
   if (const auto* error = std::get_if<ApiError>(&grammar))

@@ -369,6 +369,121 @@ TEST(Scheduler, LogProbabilitiesComeWithEachToken) {
   EXPECT_EQ(sink->scored(), 4);
 }
 
+TEST(Scheduler, WhatGoesWrongInOneAnswerEndsItsRequestAndNoOther) {
+  for (const char* fault : {"dead end", "throws"})
+    for (const int64_t n : {1, 3}) {
+      World world;
+      world.model->hold();
+      auto before = world.ask("prompt number 1", 30);
+      ServeRequest bad = request_of("prompt number 2", 30, n);
+      bad.answer.sampling.grammar = fault;
+      auto sink = std::make_shared<Collector>();
+      ASSERT_TRUE(world.scheduler->submit(bad, sink).ok());
+      ++world.asked;
+      auto after = world.ask("prompt number 3", 30, 2);
+      world.model->release();
+      EXPECT_EQ(before->text(), expected("prompt number 1", 30));
+      EXPECT_EQ(after->text(), expected("prompt number 3", 30));
+      EXPECT_EQ(after->texts().at(1), expected("prompt number 3", 30));
+      EXPECT_EQ(sink->text(), expected("prompt number 2", 3)) << "what it had said";
+      EXPECT_EQ(sink->status().code(), std::string(fault) == "throws" ? Code::kInternal : Code::kInvalidArgument);
+      EXPECT_TRUE(world.scheduler->health().ok());
+      EXPECT_EQ(world.ask("prompt number 4", 5)->text(), expected("prompt number 4", 5));
+      EXPECT_EQ(world.idle().failed, 1);
+      world.expect_no_block_is_held();
+    }
+}
+
+// A sink is the product's own code, and it may fail, too.
+TEST(Scheduler, ASinkThatThrowsLosesItsOwnRequest) {
+  class Thrower : public RequestSink {
+   public:
+    void on_delta(Delta) override { throw std::runtime_error("no delta, please"); }
+    void on_end(const Status& status, const Usage&) override {
+      ended = true;
+      why = status.message();
+      throw std::runtime_error("nor an end");
+    }
+    std::atomic<bool> ended{false};
+    std::string why;
+  };
+  World world;
+  auto good = world.ask("prompt number 1", 30);
+  auto sink = std::make_shared<Thrower>();
+  ASSERT_TRUE(world.scheduler->submit(request_of("prompt number 2", 30), sink).ok());
+  ++world.asked;
+  EXPECT_EQ(good->text(), expected("prompt number 1", 30));
+  EXPECT_EQ(world.idle().failed, 1);
+  EXPECT_TRUE(sink->ended);
+  EXPECT_NE(sink->why.find("no delta, please"), std::string::npos);
+  EXPECT_TRUE(world.scheduler->health().ok());
+}
+
+TEST(Scheduler, ARequestThatWaitsForRoomAsksForItsPrefixOnceAndKeepsIt) {
+  World world({.block_size = 4, .num_blocks = 20, .context = 72}, {.max_num_seqs = 4, .growth = Tokens(8)});
+  const std::string prompt(40, 'p');
+  world.ask(prompt, 2)->wait();  // its blocks stay cached
+  const SchedulerStats warm = world.idle();
+  world.model->hold();
+  auto running = world.ask("loop:abcdefghi", 10);  // leaves what is cached, and no room beside it
+  auto waiting = world.ask(prompt + "q", 4);
+  world.model->release();
+  EXPECT_EQ(waiting->text(), expected(prompt + "q", 4));
+  running->wait();
+  const SchedulerStats s = world.idle();
+  EXPECT_EQ(waiting->usage().cached_tokens, 40);
+  EXPECT_EQ(s.cache.hit_tokens - warm.cache.hit_tokens, 40) << "each prompt is looked up once";
+  EXPECT_LE(s.cache.copies - warm.cache.copies, 2) << "and its last block copied once";
+  EXPECT_EQ(s.preemptions, 0);
+  world.expect_no_block_is_held();
+}
+
+TEST(Scheduler, ARecomputeIsNoHit) {
+  World world({.block_size = 4, .num_blocks = 8, .context = 32}, {.max_num_seqs = 3, .growth = Tokens(0)});
+  std::vector<std::shared_ptr<Collector>> sinks;
+  world.model->hold();
+  for (const char* prompt : {"abcdefg", "hijklmn", "opqrstu"}) sinks.push_back(world.ask(prompt, 12));
+  world.model->release();
+  for (const auto& sink : sinks) sink->wait();
+  const SchedulerStats s = world.idle();
+  EXPECT_GT(s.preemptions, 0);
+  EXPECT_EQ(s.cache.hit_tokens, 0) << "no prompt was there before";
+  int64_t asked = 0;
+  for (const auto& [reason, tokens] : s.cache.hits_by_reason) asked += tokens;
+  EXPECT_EQ(asked, 3 * 8) << "each prompt counts once";
+}
+
+TEST(Scheduler, TheFiguresHoldAnAnswerOnceItsEndIsTold) {
+  class Asker : public RequestSink {
+   public:
+    void on_delta(Delta) override {}
+    void on_end(const Status&, const Usage& usage) override {
+      seen = scheduler->stats();
+      open = scheduler->open_requests();
+      completion_tokens = usage.completion_tokens;
+      ended = true;
+      ended.notify_all();
+    }
+    Scheduler* scheduler = nullptr;
+    SchedulerStats seen;
+    int64_t open = -1, completion_tokens = 0;
+    std::atomic<bool> ended{false};
+  };
+  World world;
+  for (int64_t i = 1; i <= 20; ++i) {
+    auto sink = std::make_shared<Asker>();
+    sink->scheduler = world.scheduler.get();
+    ASSERT_TRUE(world.scheduler->submit(request_of("prompt number " + std::to_string(i), 5), sink).ok());
+    sink->ended.wait(false);
+    EXPECT_EQ(sink->seen.finished_length, i);
+    EXPECT_EQ(sink->seen.generated_tokens, 5 * i);
+    EXPECT_EQ(sink->seen.requests, i);
+    EXPECT_EQ(sink->seen.running, 0);
+    EXPECT_EQ(sink->open, 0);
+    EXPECT_EQ(sink->seen.cache.sequences, 0);
+  }
+}
+
 TEST(Scheduler, ACrashOfTheEngineEndsEveryRequestAndIsTold) {  // O-MET-06
   World world({.step_seconds = 0.01});
   auto sink = world.ask("runs", -1);

@@ -60,12 +60,19 @@ class ScriptedText : public Text {
     if (Status status = check_sampling(options); !status.ok()) return status;
     class Greedy : public Sampler {
      public:
+      explicit Greedy(std::string grammar) : grammar_(std::move(grammar)) {}
       Result<int32_t> sample(std::span<const float> logits) override {
+        if (++n_drawn_ > 3 && grammar_ == "dead end") return invalid_argument("[grammar] no token goes on");
+        if (n_drawn_ > 3 && grammar_ == "throws") throw std::runtime_error("scripted sampler");
         return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
       }
       void accept(int32_t) override {}
+
+     private:
+      const std::string grammar_;  // "dead end" and "throws": what happens instead of the fourth token
+      int n_drawn_ = 0;
     };
-    return std::unique_ptr<Sampler>(std::make_unique<Greedy>());
+    return std::unique_ptr<Sampler>(std::make_unique<Greedy>(options.grammar));
   }
 };
 

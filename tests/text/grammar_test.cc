@@ -101,6 +101,8 @@ TEST(Grammar, WhatCannotBeReadIsRefusedWithItsLine) {
       {"root ::= root", "derives no text"},
       {"root ::= \"a\" b\nb ::= \"c\" b", "derives no text"},
       {"root ::= <think>", "tokens in grammars"},
+      {"root ::= \"\xFF", "not valid UTF-8 at byte 10"},
+      {"root ::= \"\xF0\x9F", "not valid UTF-8"},
       {std::string("root ::= \"a\"\0", 13), "the end of the rule is expected"},
       {std::string(600, '(').insert(0, "root ::= "), "nested more than 500 deep"},
   };
