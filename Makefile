@@ -6,8 +6,8 @@ help:           ## this list
 
 pagedkv := build/release/bin/pagedkv
 
-demo:           ## set up, build, fetch SmolLM2 (98 MB) and answer a question
-	@tools/build release
+demo:           ## set up, build what answers, fetch SmolLM2 (98 MB) and answer a question
+	@tools/build release pagedkv_cli
 	@model=$$(tools/model smollm2) && \
 	  $(pagedkv) run -m "$$model" -p "What is the capital of France?" --temp 0
 
