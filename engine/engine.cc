@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -91,6 +92,19 @@ int64_t context_bytes(const Cache& cache, Tokens context) {
   return bytes;
 }
 
+// However a step is left, its sequences are as before unless it was committed: abandon() does nothing after that.
+class AbandonUnlessCommitted {
+ public:
+  AbandonUnlessCommitted(Cache& cache, StepPlan& plan) : cache_(cache), plan_(plan) {}
+  ~AbandonUnlessCommitted() { cache_.abandon(plan_); }
+  AbandonUnlessCommitted(const AbandonUnlessCommitted&) = delete;
+  AbandonUnlessCommitted& operator=(const AbandonUnlessCommitted&) = delete;
+
+ private:
+  Cache& cache_;
+  StepPlan& plan_;
+};
+
 Status check_memory(const ModelInfo& info, const Cache& cache) {
   const int64_t limit = machine_memory(info).limit.n;
   const CacheOptions& options = cache.options();
@@ -179,6 +193,14 @@ Tokens Engine::context() const { return impl_->context; }
 int Engine::threads() const { return impl_->graphs->threads(); }
 
 Result<StepOutput> Engine::step(std::span<const StepInput> inputs) {
+  try {
+    return run_step(inputs);
+  } catch (const std::bad_alloc&) {
+    return Status(Code::kNoMemory, "[step] no memory for a step of " + std::to_string(inputs.size()) + " sequences");
+  }
+}
+
+Result<StepOutput> Engine::run_step(std::span<const StepInput> inputs) {
   Impl& e = *impl_;
   const int64_t vocab_size = model().vocab_size;
 
@@ -209,8 +231,8 @@ Result<StepOutput> Engine::step(std::span<const StepInput> inputs) {
   Graph& g = **graph;
   auto plan = e.cache->reserve(requests);
   if (!plan.ok()) return plan.status();
+  const AbandonUnlessCommitted guard(*e.cache, *plan);
   if (!e.scratch.reserve(static_cast<size_t>(e.cache->scratch_bytes(*plan, threads()).n))) {
-    e.cache->abandon(*plan);
     return Status(Code::kNoMemory, "[step] no memory for the attention of " + std::to_string(n_tokens) + " tokens");
   }
 
@@ -234,10 +256,7 @@ Result<StepOutput> Engine::step(std::span<const StepInput> inputs) {
   Status ran = e.graphs->compute(g);
   Status attended = e.attention.finish();
   for (Status* s : {&attended, &ran}) {
-    if (!s->ok()) {
-      e.cache->abandon(*plan);
-      return *s;
-    }
+    if (!s->ok()) return *s;
   }
   auto statuses = e.cache->commit(*plan);
   if (!statuses.ok()) return statuses.status();

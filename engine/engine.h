@@ -164,6 +164,8 @@ class Engine : public StepModel {
   Result<FidelityResult> fidelity(const FidelityRequest& request);
 
  private:
+  Result<StepOutput> run_step(std::span<const StepInput> inputs);
+
   struct Impl;
   explicit Engine(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;

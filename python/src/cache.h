@@ -21,7 +21,6 @@ struct PyCache {
   std::mutex mutex;
   std::unique_ptr<Cache> cache;
   Scratch scratch;
-  std::vector<uint64_t> changes;  // by sequence index: how often what a read plan may see has changed
   // Set at creation.
   std::vector<int> group_of_layer;  // -1: no such layer
   // With the GIL.
@@ -36,11 +35,6 @@ struct PyCache {
     if (group < 0 || size_t(group) >= cache->options().groups.size())
       raise(invalid_argument("group " + std::to_string(group) + " is not one of this cache's"));
   }
-  void changed(uint32_t index) {
-    if (changes.size() <= index) changes.resize(size_t(index) + 1);
-    ++changes[index];
-  }
-  uint64_t change_of(uint32_t index) const { return index < changes.size() ? changes[index] : 0; }
 };
 using CachePtr = std::shared_ptr<PyCache>;
 
@@ -70,8 +64,6 @@ struct PyPlan {
   bool reads_only = false;
   int64_t num_q_heads = 0;  // of a read plan made for others than the group's; 0: the group's
   int64_t n_sequences, n_tokens;
-  // Sequences by index; for a read plan with their changes when it was made.
-  std::vector<std::pair<uint32_t, uint64_t>> sequences;
 
   PyPlan(CachePtr owner, StepPlan made, bool reads)
       : cache(std::move(owner)),
@@ -89,18 +81,10 @@ struct PyPlan {
       });
   }
 
-  // Requires: the lock. kStale when the step has ended, or what a read plan saw has changed.
-  Status usable() const {
-    if (!plan) return Status(Code::kStale, "the plan's step has ended");
-    if (!reads_only) return Status();
-    for (const auto& [index, change] : sequences)
-      if (cache->change_of(index) != change)
-        return Status(Code::kStale, "a sequence of the plan has changed since it was made: make a new one");
-    return Status();
-  }
+  // Requires: the lock. kStale when the step has ended. The cache itself refuses a plan that reads what has changed.
+  Status usable() const { return plan ? Status() : Status(Code::kStale, "the plan's step has ended"); }
   // Requires: the lock, and a step that has not ended.
   void end() {
-    for (const auto& [index, change] : sequences) cache->changed(index);
     cache->cache->recycle(std::move(*plan));
     plan.reset();
   }

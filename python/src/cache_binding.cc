@@ -204,11 +204,7 @@ void bind_cache(nb::module_& m) {
           "truncate",
           [](PyCache& self, const PySequence& sequence, int64_t new_length) {
             const SequenceId id = id_of(self, sequence);
-            check(locked(self, [&] {
-              Status status = self.cache->truncate(id, Tokens(new_length));
-              if (status.ok()) self.changed(id.index);
-              return status;
-            }));
+            check(locked(self, [&] { return self.cache->truncate(id, Tokens(new_length)); }));
           },
           nb::arg("sequence"), nb::arg("new_length"),
           "Shortens to new_length tokens. ValueError past the end or behind what a window still holds.")
@@ -216,11 +212,7 @@ void bind_cache(nb::module_& m) {
           "release",
           [](PyCache& self, const PySequence& sequence) {
             const SequenceId id = id_of(self, sequence);
-            check(locked(self, [&] {
-              Status status = self.cache->release(id);
-              if (status.ok()) self.changed(id.index);
-              return status;
-            }));
+            check(locked(self, [&] { return self.cache->release(id); }));
           },
           nb::arg("sequence"), "Ends the sequence. Finished blocks stay cached for later prompts.")
       .def(

@@ -175,9 +175,7 @@ PyPlan reserve(const CachePtr& self, nb::handle requests) {
     }
     asked.push_back(request);
   }
-  PyPlan plan(self, check(locked(*self, [&] { return self->cache->reserve(asked); })), false);
-  for (const StepRequest& request : asked) plan.sequences.emplace_back(request.sequence.index, 0);
-  return plan;
+  return {self, check(locked(*self, [&] { return self->cache->reserve(asked); })), false};
 }
 
 PyPlan plan_read(const CachePtr& self, nb::handle requests, int64_t num_q_heads) {
@@ -187,16 +185,7 @@ PyPlan plan_read(const CachePtr& self, nb::handle requests, int64_t num_q_heads)
     if (!nb::try_cast(pair.value, n_queries)) raise_type_error("n_queries is an integer");
     asked.push_back({id_of(*self, pair.sequence), Tokens(n_queries)});
   }
-  std::vector<std::pair<uint32_t, uint64_t>> seen;
-  PyPlan plan(self,
-              check(locked(*self,
-                           [&] {
-                             for (const ReadRequest& request : asked)
-                               seen.emplace_back(request.sequence.index, self->change_of(request.sequence.index));
-                             return self->cache->plan_read(asked, num_q_heads);
-                           })),
-              true);
-  plan.sequences = std::move(seen);
+  PyPlan plan(self, check(locked(*self, [&] { return self->cache->plan_read(asked, num_q_heads); })), true);
   plan.num_q_heads = num_q_heads;
   return plan;
 }

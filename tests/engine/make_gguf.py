@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tiny random models of the engine's tests.   make_gguf.py DIRECTORY
+"""Writes the tiny random models of the engine's tests.   make_gguf.py DIRECTORY [NAME...]
 
 Weights are float32 and random, but the same on every machine; the vocabulary is the smallest that libllama loads
 (an SPM one with byte tokens). tests/engine/files.h lists the files.
@@ -172,6 +172,8 @@ def main():
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     for name, options in MODELS.items():
+        if sys.argv[2:] and name not in sys.argv[2:]:
+            continue
         write(folder / f"{name}.gguf", name, **options)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what the fuzzers start from:  make_seeds.py DIRECTORY  ->  DIRECTORY/{gguf,formats,image}/*"""
+"""Writes what the fuzzers start from:  make_seeds.py DIRECTORY  ->  DIRECTORY/{gguf,formats,image,sampling}/*"""
 import random
 import struct
 import sys
@@ -49,13 +49,27 @@ def format_seeds():
     return [word.encode() for word in words]
 
 
+def sampling_seeds():
+    # The provider of the fuzzer reads numbers from the end and the grammar from what is left at the front.
+    rng = random.Random(2)
+    grammars = ['root ::= "a" | "b"', 'root ::= "a" [^\\x00-\\U0010FFFF]', 'root ::= [a-z]{2,5} ("," [a-z]+)*',
+                'root ::= a root "x" | "y"\na ::= b\nb ::= "z" |', 'root ::= s\ns ::= "a" s "b" | "a" s "c" | "d"',
+                'root ::= "{" [^}]* "}"', 'root ::= .*', 'root ::= "\\u00e9" # x\n', 'root ::= (("a"?)*)+ "b"{0,3}',
+                'root ::= [0-9] | "-"? "[" root "]"', '"', 'root ::= <x>', 'root ::= root']
+    for grammar in grammars:
+        yield grammar.encode() + rng.randbytes(60)
+    for text in ("hello", "H\u00e9", "a\x04b", "ab{", "abc a"):
+        yield text.encode() + rng.randbytes(60)
+
+
 def image_seeds():
     rng = random.Random(1)
     return [rng.randbytes(n) for n in (16, 64, 256, 1024, 4096) for _ in range(6)]
 
 
 def main(directory):
-    for name, seeds in (("gguf", gguf_seeds()), ("formats", format_seeds()), ("image", image_seeds())):
+    for name, seeds in (("gguf", gguf_seeds()), ("formats", format_seeds()), ("image", image_seeds()),
+                        ("sampling", sampling_seeds())):
         folder = Path(directory) / name
         folder.mkdir(parents=True, exist_ok=True)
         for i, seed in enumerate(seeds):
