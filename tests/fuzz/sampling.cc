@@ -23,10 +23,10 @@ void require(bool claim) {
 }
 
 const Text& vocabulary(size_t which) {
-  static const std::unique_ptr<Text> all[] = {
-      std::move(*Text::load(PAGEDKV_FUZZ_VOCABULARIES "/d64_gqa3_tied.gguf")),
-      std::move(*Text::load(PAGEDKV_FUZZ_VOCABULARIES "/spm_letters.gguf")),
-      std::move(*Text::load(PAGEDKV_FUZZ_VOCABULARIES "/bpe_few_bytes.gguf"))};
+  static const auto load = [](const char* name) {
+    return Text::load(std::string(PAGEDKV_FUZZ_VOCABULARIES "/") + name + ".gguf").value();
+  };
+  static const std::unique_ptr<Text> all[] = {load("d64_gqa3_tied"), load("spm_letters"), load("bpe_few_bytes")};
   return *all[which];
 }
 
