@@ -10,10 +10,10 @@
 #include <memory>
 
 #include "cli/console.h"
-#include "cli/output.h"
 #include "cli/input.h"
 #include "cli/interrupt.h"
 #include "cli/line_reader.h"
+#include "cli/output.h"
 #include "cli/report.h"
 
 namespace pagedkv::cli {
@@ -186,9 +186,9 @@ class Chat {
 
   void tell(const GenerateResult& result) const {
     print_err("  [{} reused, {} new; answer {} tokens, {:.1f} tok/s; {} of {} in the window]\n",
-               result.tokens_reused, result.tokens_in - result.tokens_reused, result.tokens_out,
-               result.decode_tok_s(), with_commas(result.tokens_in + result.tokens_out),
-               with_commas(engine_.context().n));
+              result.tokens_reused, result.tokens_in - result.tokens_reused, result.tokens_out,
+              result.decode_tok_s(), with_commas(result.tokens_in + result.tokens_out),
+              with_commas(engine_.context().n));
     if (result.finish_reason == FinishReason::kCancelled) {
       say(result.tokens_out > 0 ? "[cancelled] the answer is not whole; it stays in the conversation as it is"
                                 : "[cancelled] nothing was answered; the message is forgotten");

@@ -72,7 +72,7 @@ _pagedkv() {{
 }}
 complete -o filenames -F _pagedkv pagedkv
 )",
-             paths, values, words);
+            paths, values, words);
   return finish("completion");
 }
 

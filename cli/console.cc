@@ -101,8 +101,8 @@ void ProgressBar::show(double fraction, const std::string& note) {
   constexpr int kCells = 30;
   const int filled = percent * kCells / 100;
   const size_t wipe = shown_note_ > note.size() ? shown_note_ - note.size() : 0;
-  print_err("\r{} [{:#<{}}{:.<{}}] {:3} %  {}{:{}}", what_, "", filled, "", kCells - filled, percent, note,
-             "", wipe);
+  print_err("\r{} [{:#<{}}{:.<{}}] {:3} %  {}{:{}}", what_, "", filled, "", kCells - filled, percent, note, "",
+            wipe);
   shown_note_ = note.size();
 }
 

@@ -93,21 +93,21 @@ Json format_json(const FormatFigures& f) {
 void print(const engine::ModelInfo& model, const InspectOptions& options, const engine::MachineMemory& memory,
            Bytes budget, Tokens context, const std::vector<FormatFigures>& formats) {
   print_out("{}: {}, {} layers, width {}, vocabulary {}, trained context {}, weights {}\n",
-             model.name.empty() ? model.path : model.name, model.architecture, model.n_layers,
-             with_commas(model.n_embd), with_commas(model.vocab_size), with_commas(model.context_length),
-             human_bytes(model.weight_bytes));
+            model.name.empty() ? model.path : model.name, model.architecture, model.n_layers,
+            with_commas(model.n_embd), with_commas(model.vocab_size), with_commas(model.context_length),
+            human_bytes(model.weight_bytes));
   for (const GroupSpec& group : model.groups) {
     const LayerShape& shape = group.shape;
     print_out("  {} layers: {} query heads, {} KV heads, head_dim {}, {}\n", group.layers.size(),
-               group.num_q_heads > 0 ? group.num_q_heads : shape.num_kv_heads, shape.num_kv_heads,
-               shape.head_dim_k == shape.head_dim_v ? std::to_string(shape.head_dim_k)
-                                                    : fmt::format("{}/{}", shape.head_dim_k, shape.head_dim_v),
-               group.sliding_window > 0 ? fmt::format("sliding window of {}", with_commas(group.sliding_window))
-                                        : "full attention");
+              group.num_q_heads > 0 ? group.num_q_heads : shape.num_kv_heads, shape.num_kv_heads,
+              shape.head_dim_k == shape.head_dim_v ? std::to_string(shape.head_dim_k)
+                                                   : fmt::format("{}/{}", shape.head_dim_k, shape.head_dim_v),
+              group.sliding_window > 0 ? fmt::format("sliding window of {}", with_commas(group.sliding_window))
+                                       : "full attention");
   }
   print_out("\nK and V over all layers, blocks of {} tokens, {} for them ({}; this process may use {})\n\n",
-             options.block_size.n, human_bytes(budget.n), options.kv_memory.n > 0 ? "--kv-memory" : "default",
-             human_bytes(memory.limit.n));
+            options.block_size.n, human_bytes(budget.n), options.kv_memory.n > 0 ? "--kv-memory" : "default",
+            human_bytes(memory.limit.n));
   std::vector<std::vector<std::string>> rows = {
       {"format", "bytes/token", "padding", "past window", "tokens that fit", with_commas(context.n) + " tokens"}};
   std::string unusable;

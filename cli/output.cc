@@ -76,7 +76,8 @@ class StandardError {
     const std::lock_guard lock(mutex_);
     struct stat status {};
     if (fstat(STDERR_FILENO, &status) != 0 || S_ISREG(status.st_mode)) return;
-    if ((fcntl(STDERR_FILENO, F_GETFL) & O_ACCMODE) == O_RDONLY) return;  // it was closed: every write fails at once
+    if ((fcntl(STDERR_FILENO, F_GETFL) & O_ACCMODE) == O_RDONLY)
+      return;  // it was closed: every write fails at once
     if (S_ISSOCK(status.st_mode)) {
       mode_ = Mode::kSocket;
       return;
@@ -92,7 +93,9 @@ class StandardError {
  private:
   enum class Mode : uint8_t { kWaits, kNonBlocking, kSocket, kPoll };
 
-  void lose(std::string_view text) { lost_ += std::max<std::ptrdiff_t>(1, std::count(text.begin(), text.end(), '\n')); }
+  void lose(std::string_view text) {
+    lost_ += std::max<std::ptrdiff_t>(1, std::count(text.begin(), text.end(), '\n'));
+  }
 
   // All of it, or false; a part of it may be out then.
   bool put(std::string_view text) {
@@ -111,7 +114,8 @@ class StandardError {
         // Room for one page is room for one write of PIPE_BUF, unless another process takes it first.
         pollfd room{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};
         errno = EAGAIN;
-        if (poll(&room, 1, 0) == 1) n = ::write(STDERR_FILENO, text.data(), std::min<size_t>(text.size(), PIPE_BUF));
+        if (poll(&room, 1, 0) == 1)
+          n = ::write(STDERR_FILENO, text.data(), std::min<size_t>(text.size(), PIPE_BUF));
       }
       if (n < 0 && errno == EINTR) continue;
       if (n < 0) {

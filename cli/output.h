@@ -1,7 +1,8 @@
 // The one owner of stdout and stderr: nothing else in the program writes to them.
 //
-// stdout has what was asked for: a write that fails is an error, told by finish(). stderr has everything else: a line
-// that cannot be written is lost and counted, and nothing else happens. Neither throws, and neither raises SIGPIPE.
+// stdout has what was asked for: a write that fails is an error, told by finish(). stderr has everything else: a
+// line that cannot be written is lost and counted, and nothing else happens. Neither throws, and neither raises
+// SIGPIPE.
 #pragma once
 
 #include <fmt/format.h>
@@ -13,8 +14,8 @@
 
 namespace pagedkv::cli {
 
-// Before anything is opened or written: SIGPIPE becomes an error of the write, and of stdin, stdout and stderr those
-// that are closed get a place of their own, so that no file or connection takes their number.
+// Before anything is opened or written: SIGPIPE becomes an error of the write, and of stdin, stdout and stderr
+// those that are closed get a place of their own, so that no file or connection takes their number.
 void own_streams();
 
 // Any thread. False once stdout cannot be written; then nothing more is.

@@ -6,9 +6,9 @@
 #include "cli/chat.h"
 #include "cli/commands.h"
 #include "cli/console.h"
-#include "cli/output.h"
 #include "cli/input.h"
 #include "cli/interrupt.h"
+#include "cli/output.h"
 #include "cli/report.h"
 
 namespace pagedkv::cli {
@@ -64,9 +64,9 @@ void print_finish(const engine::GenerateResult& result, const RunOptions& option
   } else if (result.finish_reason == FinishReason::kLength) {
     const bool by_option = options.max_tokens && result.tokens_out >= options.max_tokens->n;
     print_err("pagedkv: [length] {}\n",
-               by_option ? fmt::format("the answer was ended after {} tokens (--max-tokens)", result.tokens_out)
-                         : fmt::format("the context of {} tokens is full: {} of the prompt, {} of the answer",
-                                       engine.context().n, result.tokens_in, result.tokens_out));
+              by_option ? fmt::format("the answer was ended after {} tokens (--max-tokens)", result.tokens_out)
+                        : fmt::format("the context of {} tokens is full: {} of the prompt, {} of the answer",
+                                      engine.context().n, result.tokens_in, result.tokens_out));
   }
 }
 

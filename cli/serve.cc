@@ -8,8 +8,8 @@
 
 #include "cli/commands.h"
 #include "cli/console.h"
-#include "cli/output.h"
 #include "cli/input.h"
+#include "cli/output.h"
 #include "pagedkv/layout.h"
 #include "server/server.h"
 

@@ -22,8 +22,8 @@ struct AnswerOptions {
   SamplingOptions sampling;
   std::vector<std::string> stop;
   bool ignore_end = false;  // go on after the token that ends an answer
-  // The answer is a text of its own, as a chat's message is, and does not go on where the prompt ends: the space that
-  // some vocabularies put in front of a text is left out.
+  // The answer is a text of its own, as a chat's message is, and does not go on where the prompt ends: the space
+  // that some vocabularies put in front of a text is left out.
   bool own_text = false;
 };
 
@@ -42,7 +42,8 @@ class Answer {
     std::string text;    // what can be shown now
     std::optional<FinishReason> finish;
   };
-  // Draws the next token. Requires: no finish was returned before. Errors: those of Sampler::sample; the answer is over.
+  // Draws the next token. Requires: no finish was returned before. Errors: those of Sampler::sample; the answer is
+  // over.
   Result<Grown> grow(std::span<const float> logits);
   // What was held back, for an answer that ends before it is finished.
   std::string rest() { return stream_.finish(); }

@@ -196,7 +196,8 @@ Result<StepOutput> Engine::step(std::span<const StepInput> inputs) {
   try {
     return run_step(inputs);
   } catch (const std::bad_alloc&) {
-    return Status(Code::kNoMemory, "[step] no memory for a step of " + std::to_string(inputs.size()) + " sequences");
+    return Status(Code::kNoMemory,
+                  "[step] no memory for a step of " + std::to_string(inputs.size()) + " sequences");
   }
 }
 

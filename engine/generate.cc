@@ -13,9 +13,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-double per_second(int64_t n, double seconds) {
-  return n > 0 && seconds > 0 ? static_cast<double>(n) / seconds : 0;
-}
+double per_second(int64_t n, double seconds) { return n > 0 && seconds > 0 ? static_cast<double>(n) / seconds : 0; }
 
 // Ends a sequence however its scope is left. Its full blocks stay cached for the next prompt.
 class SequenceGuard {
@@ -42,9 +40,11 @@ Result<GenerateResult> Engine::generate(const GenerateRequest& request,
   const auto n_prompt = std::ssize(request.prompt);
   if (Status s = check_prompt(request.prompt, e.context, model().vocab_size); !s.ok())
     return Status(s.code(), "[generate] " + s.message());
-  auto answer =
-      Answer::begin(*e.text, request.prompt, e.context,
-                    {.max_tokens = request.max_tokens, .sampling = request.sampling, .stop = request.stop, .own_text = request.own_text});
+  auto answer = Answer::begin(*e.text, request.prompt, e.context,
+                              {.max_tokens = request.max_tokens,
+                               .sampling = request.sampling,
+                               .stop = request.stop,
+                               .own_text = request.own_text});
   if (!answer.ok()) return answer.status();
 
   GenerateResult result;

@@ -44,7 +44,9 @@ class GrammarParser {
   char peek(size_t ahead = 0) const { return at_ + ahead < text_.size() ? text_[at_ + ahead] : '\0'; }
   bool fail(const std::string& what) {
     if (status_.ok()) {
-      const auto line = 1 + std::count(text_.begin(), text_.begin() + static_cast<std::ptrdiff_t>(std::min(at_, text_.size())), '\n');
+      const auto line =
+          1 +
+          std::count(text_.begin(), text_.begin() + static_cast<std::ptrdiff_t>(std::min(at_, text_.size())), '\n');
       status_ = invalid_argument("[grammar] line " + std::to_string(line) + ": " + what);
     }
     return false;
@@ -58,7 +60,8 @@ class GrammarParser {
     for (; !at_end(); ++at_) {
       const char c = peek();
       if (c == '#') at_ = std::min(text_.find_first_of("\r\n", at_), text_.size());
-      if (at_end() || !(peek() == ' ' || peek() == '\t' || (newlines && (peek() == '\r' || peek() == '\n')))) return;
+      if (at_end() || !(peek() == ' ' || peek() == '\t' || (newlines && (peek() == '\r' || peek() == '\n'))))
+        return;
     }
   }
   std::string_view word() {
@@ -79,7 +82,8 @@ class GrammarParser {
     if (byte != '\\') {
       const int size = byte < 0x80 ? 1 : byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
       out = size == 1 ? byte : byte & (0x3f >> (size - 1));
-      for (int i = 1; i < size; ++i) out = out << 6 | (static_cast<unsigned char>(peek(static_cast<size_t>(i))) & 0x3f);
+      for (int i = 1; i < size; ++i)
+        out = out << 6 | (static_cast<unsigned char>(peek(static_cast<size_t>(i))) & 0x3f);
       at_ += static_cast<size_t>(size);
       return true;
     }
@@ -134,14 +138,16 @@ class GrammarParser {
     const std::string_view name = word();
     if (name.empty()) return fail("a rule's name is expected, found " + found());
     skip_space(false);
-    if (text_.substr(at_, 3) != "::=") return fail("::= is expected after \"" + std::string(name) + "\", found " + found());
+    if (text_.substr(at_, 3) != "::=")
+      return fail("::= is expected after \"" + std::string(name) + "\", found " + found());
     at_ += 3;
     skip_space(true);
     const uint32_t id = rule_named(name);
     // Defined twice: the last definition holds, as in llama.cpp.
     out_->rules_[id].alternatives.clear();
     if (!alternatives(id, 0)) return false;
-    if (!at_end() && peek() != '\r' && peek() != '\n') return fail("the end of the rule is expected, found " + found());
+    if (!at_end() && peek() != '\r' && peek() != '\n')
+      return fail("the end of the rule is expected, found " + found());
     skip_space(true);
     return true;
   }
@@ -321,15 +327,16 @@ Result<std::shared_ptr<const Grammar>> Grammar::parse(std::string_view gbnf) {
   return GrammarParser(gbnf).parse();
 }
 
-// The rules with an alternative of which every element has a property: rules by themselves, characters by `characters`.
-// The least such set, in time linear in the grammar.
+// The rules with an alternative of which every element has a property: rules by themselves, characters by
+// `characters`. The least such set, in time linear in the grammar.
 std::vector<bool> Grammar::least_fixed_point(bool characters) const {
   struct Alternative {
     uint32_t rule;
     int64_t missing;  // rules of it that are not known to have the property
   };
   std::vector<Alternative> alternatives;
-  std::vector<std::vector<uint32_t>> users(rules_.size());  // by rule: the alternatives that name it, once each time
+  std::vector<std::vector<uint32_t>> users(
+      rules_.size());  // by rule: the alternatives that name it, once each time
   std::vector<bool> have(rules_.size());
   std::vector<uint32_t> found;
   const auto take = [&](uint32_t rule) {
@@ -342,7 +349,8 @@ std::vector<bool> Grammar::least_fixed_point(bool characters) const {
       bool possible = true;
       Alternative made{rule, 0};
       const auto index = static_cast<uint32_t>(alternatives.size());
-      for (uint32_t i = at; elements_[i].kind != Kind::kEnd; ++i) possible &= characters || elements_[i].kind == Kind::kRule;
+      for (uint32_t i = at; elements_[i].kind != Kind::kEnd; ++i)
+        possible &= characters || elements_[i].kind == Kind::kRule;
       if (!possible) continue;
       for (; elements_[at].kind != Kind::kEnd; ++at) {
         if (elements_[at].kind != Kind::kRule) continue;
@@ -390,7 +398,9 @@ SortedPieces::SortedPieces(const std::vector<std::string>& pieces) {
     bytes += pieces[token].size();
   }
   const auto piece = [&](int32_t token) -> const std::string& { return pieces[static_cast<size_t>(token)]; };
-  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return std::pair(std::string_view(piece(a)), a) < std::pair(std::string_view(piece(b)), b); });
+  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return std::pair(std::string_view(piece(a)), a) < std::pair(std::string_view(piece(b)), b);
+  });
   bytes_.reserve(bytes);
   std::string_view before;
   for (const int32_t token : order) {
@@ -460,7 +470,8 @@ bool GrammarState::close() {
       const auto from = std::lower_bound(waiting_.begin() + static_cast<std::ptrdiff_t>(first),
                                          waiting_.begin() + static_cast<std::ptrdiff_t>(last), item.lhs,
                                          [](const Waiting& w, uint32_t lhs) { return w.awaited < lhs; });
-      for (size_t w = static_cast<size_t>(from - waiting_.begin()); w < last && waiting_[w].awaited == item.lhs; ++w)
+      for (size_t w = static_cast<size_t>(from - waiting_.begin()); w < last && waiting_[w].awaited == item.lhs;
+           ++w)
         add(waiting_[w].item);
     } else if (next.kind == Grammar::Kind::kRule) {
       const Grammar::Rule& rule = grammar_->rules_[next.value];
@@ -545,7 +556,8 @@ void GrammarState::back_to(const Mark& mark) {
 
 // Only the last set's are looked at again.
 void GrammarState::forget_terminals() {
-  terminals_.erase(terminals_.begin(), terminals_.begin() + static_cast<std::ptrdiff_t>(sets_.back().terminals_begin));
+  terminals_.erase(terminals_.begin(),
+                   terminals_.begin() + static_cast<std::ptrdiff_t>(sets_.back().terminals_begin));
   sets_.back().terminals_begin = 0;
 }
 

@@ -1,9 +1,10 @@
 // Grammars in GBNF, and the recognizer that follows one answer through one.
 //
-// Earley's algorithm over Unicode characters: any context-free grammar, ambiguous or left-recursive, in polynomial time
-// and bounded memory. Nothing here aborts, prints or recurses on input. Why not libllama's: decision 0012.
+// Earley's algorithm over Unicode characters: any context-free grammar, ambiguous or left-recursive, in polynomial
+// time and bounded memory. Nothing here aborts, prints or recurses on input. Why not libllama's: decision 0012.
 //   Source: J. Earley, "An efficient context-free parsing algorithm", CACM 13(2), 1970; the treatment of rules that
-//   derive nothing is that of J. Aycock and R. N. Horspool, "Practical Earley parsing", The Computer Journal 45(6), 2002.
+//   derive nothing is that of J. Aycock and R. N. Horspool, "Practical Earley parsing", The Computer Journal 45(6),
+//   2002.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +21,8 @@ namespace pagedkv::engine {
 // Immutable; any thread.
 class Grammar {
  public:
-  // Reads GBNF with a rule "root". Errors: kInvalidArgument with the line and what is wrong there: syntax, a rule that
-  // is missing, a root that derives no text at all, more than kMaxBytes, kMaxDepth or kMaxElements.
+  // Reads GBNF with a rule "root". Errors: kInvalidArgument with the line and what is wrong there: syntax, a rule
+  // that is missing, a root that derives no text at all, more than kMaxBytes, kMaxDepth or kMaxElements.
   static Result<std::shared_ptr<const Grammar>> parse(std::string_view gbnf);
 
   static constexpr size_t kMaxBytes = size_t{16} << 20;
@@ -137,16 +138,16 @@ class GrammarState {
   void forget_terminals();
 
   const std::shared_ptr<const Grammar> grammar_;
-  std::vector<Set> sets_;           // one for each character, and one before the first
-  std::vector<Waiting> waiting_;    // of all sets
-  std::vector<Item> terminals_;     // of the last sets: items whose next element is a character
+  std::vector<Set> sets_;         // one for each character, and one before the first
+  std::vector<Waiting> waiting_;  // of all sets
+  std::vector<Item> terminals_;   // of the last sets: items whose next element is a character
   Utf8 utf8_;
   bool exhausted_ = false;
 
   // Scratch of close(): the items of the set that is being made.
   std::vector<Item> items_;
-  std::vector<uint32_t> slots_;     // hash table of indices into items_, used once there are many
-  std::vector<uint64_t> predicted_; // by rule: the last close() that predicted it
+  std::vector<uint32_t> slots_;      // hash table of indices into items_, used once there are many
+  std::vector<uint64_t> predicted_;  // by rule: the last close() that predicted it
   uint64_t closing_ = 0;
 };
 

@@ -21,7 +21,8 @@ constexpr float kGreedyBelow = 1e-6f;
 // vocabulary takes ten times as long for.
 constexpr int kFewCandidates = 256;
 
-// Seeds of 32 bits draw what libllama's sampler draws; its one seed for "any", and longer ones, are seeds like others.
+// Seeds of 32 bits draw what libllama's sampler draws; its one seed for "any", and longer ones, are seeds like
+// others.
 std::mt19937 generator(uint64_t seed) {
   if (seed < LLAMA_DEFAULT_SEED) return std::mt19937(static_cast<uint32_t>(seed));
   std::seed_seq words{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};

@@ -20,6 +20,7 @@ class Vocabulary {
 };
 
 // Requires: check_sampling(options).ok(). Errors: those of Grammar::parse.
-Result<std::unique_ptr<Sampler>> make_vocabulary_sampler(const Vocabulary& vocabulary, const SamplingOptions& options);
+Result<std::unique_ptr<Sampler>> make_vocabulary_sampler(const Vocabulary& vocabulary,
+                                                         const SamplingOptions& options);
 
 }  // namespace pagedkv::engine

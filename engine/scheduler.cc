@@ -348,8 +348,7 @@ struct Scheduler::Impl {
     if (!running.empty()) {
       const int64_t growth = job.slots(s) * (options.growth.n + cache.options().block_size.n) + promised();
       const PrefixMatch found = match(s);
-      // Cached blocks that nobody holds count as available until this one holds them.
-      if (std::ssize(s.tokens) - found.cached.n + growth > cache.available().n - found.idle.n) return false;
+      if (std::ssize(s.tokens) - found.cached.n + growth > cache.available_beside(found).n) return false;
     }
     // What it had before it was preempted is no hit: it was counted when it came.
     auto started = cache.start(s.tokens, {.name_space = job.request.name_space, .counted = !job.admitted});
@@ -491,7 +490,8 @@ struct Scheduler::Impl {
 
   // The rows of a stream's tokens are stored: its answers grow once the last one is. Whatever goes wrong is this
   // request's alone.
-  Status go_on(Stream& s, int64_t n_tokens, std::span<const float> logits, size_t row, size_t vocab, Clock::time_point now) {
+  Status go_on(Stream& s, int64_t n_tokens, std::span<const float> logits, size_t row, size_t vocab,
+               Clock::time_point now) {
     const int64_t n_prompt = std::ssize(s.job->request.prompt);
     figures.prompt_tokens_computed += std::max<int64_t>(0, std::min(n_tokens, n_prompt - s.computed));
     s.computed += n_tokens;

@@ -73,9 +73,9 @@ class RequestSink {
  public:
   virtual ~RequestSink() = default;
   virtual void on_delta(Delta delta) = 0;
-  // The last call; Scheduler::stats() holds the request by then. Not ok: the request failed (kInvalidArgument: no token
-  // fits its grammar; kCapacity, kNoMemory, kNotFinite, kUnavailable, kInternal). A request that was cancelled ends ok;
-  // its choices had no finish.
+  // The last call; Scheduler::stats() holds the request by then. Not ok: the request failed (kInvalidArgument: no
+  // token fits its grammar; kCapacity, kNoMemory, kNotFinite, kUnavailable, kInternal). A request that was
+  // cancelled ends ok; its choices had no finish.
   virtual void on_end(const Status& status, const Usage& usage) = 0;
 };
 

@@ -323,7 +323,8 @@ class LlamaText : public Text, public Vocabulary {
         missing_[static_cast<unsigned char>(bytes[0])] = false;
     }
   }
-  // libllama leaves a byte out that its vocabulary lacks, and says nothing. It may be part of a longer token, though.
+  // libllama leaves a byte out that its vocabulary lacks, and says nothing. It may be part of a longer token,
+  // though.
   Status check_spelled(std::string_view text, std::span<const int32_t> tokens) const {
     const auto is_missing = [this](char c) { return missing_[static_cast<unsigned char>(c)]; };
     auto count = std::count_if(text.begin(), text.end(), is_missing);

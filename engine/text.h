@@ -34,7 +34,8 @@ struct SamplingOptions {
   float presence_penalty = 0;   // -2 .. 2, taken from the logit of each token that the answer has; 0: off
   float frequency_penalty = 0;  // -2 .. 2, the same times how often it has it; 0: off
   std::vector<std::pair<int32_t, float>> logit_bias = {};  // token, and -100 .. 100 added to its logit
-  std::string grammar = {};  // GBNF with the rule "root" (grammar.h): only answers that it derives are drawn. Empty: any
+  std::string grammar =
+      {};  // GBNF with the rule "root" (grammar.h): only answers that it derives are drawn. Empty: any
 };
 
 // kInvalidArgument naming the option, its value and its range (NaN is never in range).
@@ -44,8 +45,9 @@ Status check_sampling(const SamplingOptions& options);
 class Sampler {
  public:
   virtual ~Sampler() = default;
-  // logits  [vocabulary size]. Chooses a token and takes it into account for the next call. After an error the answer
-  // cannot go on. Errors: kInvalidArgument (no token fits the grammar), kNotFinite (NaN, or nothing to draw from).
+  // logits  [vocabulary size]. Chooses a token and takes it into account for the next call. After an error the
+  // answer cannot go on. Errors: kInvalidArgument (no token fits the grammar), kNotFinite (NaN, or nothing to draw
+  // from).
   virtual Result<int32_t> sample(std::span<const float> logits) = 0;
   // Takes a token of the prompt into account, for the repeat penalty.
   virtual void accept(int32_t token) = 0;
@@ -65,14 +67,14 @@ class Text {
                                                 bool parse_special) const = 0;
   // The bytes of one token: possibly a part of a UTF-8 character. Control tokens give "".
   virtual std::string piece(int32_t token) const = 0;
-  // The text of tokens in a row: the reverse of tokenize, without the space that some vocabularies put in front of a
-  // text. Bytes that are no characters are kept.
+  // The text of tokens in a row: the reverse of tokenize, without the space that some vocabularies put in front of
+  // a text. Bytes that are no characters are kept.
   std::string spell(std::span<const int32_t> tokens) const;
   virtual bool is_end(int32_t token) const = 0;  // ends the answer
   virtual bool is_control(int32_t token) const { return is_end(token); }
   // The tokenizer puts a space in front of each text (SentencePiece).
   virtual bool has_space_prefix() const { return false; }
-  virtual int32_t bos() const = 0;               // -1: the vocabulary has none or does not want it
+  virtual int32_t bos() const = 0;  // -1: the vocabulary has none or does not want it
   virtual bool has_chat_template() const = 0;
   // The system message that the model's own template writes for a conversation without one; libllama's rendering
   // leaves it out. Nothing adds it unasked: a caller that wants it puts it in front. Empty optional: there is none.
@@ -84,8 +86,8 @@ class Text {
   // The tokens of that prompt. Control tokens come from the template alone: the same words inside a message are
   // plain text. Errors: those of apply_chat_template and tokenize (with the message's index).
   virtual Result<std::vector<int32_t>> tokenize_chat(std::span<const ChatMessage> messages) const = 0;
-  // Errors: those of check_sampling, a bias for a token that is none, a grammar that cannot be read (kInvalidArgument,
-  // with the line), kNoMemory.
+  // Errors: those of check_sampling, a bias for a token that is none, a grammar that cannot be read
+  // (kInvalidArgument, with the line), kNoMemory.
   virtual Result<std::unique_ptr<Sampler>> make_sampler(const SamplingOptions& options) const = 0;
 };
 

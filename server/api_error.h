@@ -18,7 +18,8 @@ struct ApiError {
 
 std::string error_json(const ApiError& error);  // {"error": {...}}
 HttpReply error_reply(const ApiError& error);   // 429 and 503 tell when to try again
-// kInvalidArgument: 400. kCapacity: 429 (a full queue). kUnavailable: 503. kNoMemory: 503, out_of_memory. Others: 500.
+// kInvalidArgument: 400. kCapacity: 429 (a full queue). kUnavailable: 503. kNoMemory: 503, out_of_memory. Others:
+// 500.
 ApiError api_error(const Status& status, std::string param = "");
 
 }  // namespace pagedkv::server

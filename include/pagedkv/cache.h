@@ -93,10 +93,10 @@ struct PrefixKey {
   bool operator==(const PrefixKey&) const = default;
 };
 
-// What start() would take over of a prompt, in the full-attention group.
+// What start() would take over of a prompt. Good until the cache changes.
 struct PrefixMatch {
-  Tokens cached;  // leading tokens in whole cached blocks
-  Tokens idle;    // those of them whose blocks nobody holds: they count in Cache::available() until they are taken
+  Tokens cached;                       // leading tokens in whole cached blocks
+  std::vector<uint32_t> entries = {};  // the blocks, as the cache knows them
 };
 
 struct Started {
@@ -163,8 +163,8 @@ class Cache {
   // Opens a sequence and takes over the cached blocks of the longest known prefix of `prompt`: whole blocks by
   // reference, then part of one block by copy. The caller computes prompt[reused ..]. Never fails for lack of room.
   Result<Started> start(std::span<const int32_t> prompt, const StartOptions& options = {});
-  // The keys of a prompt's full blocks, for lookups that repeat (a waiting request), and what of it sits in whole cached
-  // blocks now. Nothing changes, and nothing is counted; start() does both by itself.
+  // The keys of a prompt's full blocks, for lookups that repeat (a waiting request), and what of it sits in whole
+  // cached blocks now. Nothing changes, and nothing is counted; start() does both by itself.
   std::vector<PrefixKey> prefix_keys(std::span<const int32_t> prompt, std::string_view name_space = {}) const;
   PrefixMatch match(std::span<const int32_t> prompt, std::span<const PrefixKey> keys,
                     std::string_view name_space = {}) const;
@@ -260,6 +260,8 @@ class Cache {
   // Tokens that could be reserved now, if the system gives what kv_memory allows: free, cached and still to be
   // grown.
   Tokens available() const;
+  // The same once start() has taken this match over: its blocks that nobody holds count as available until then.
+  Tokens available_beside(const PrefixMatch& match) const;
   // The path that a group's attention takes: kInt8 if K or V is multiplied as codes, else kF32.
   QueryPath query_path(int group = 0) const;
   std::string_view isa() const;  // the kernel entry that runs, chosen at creation

@@ -81,7 +81,8 @@ struct PyPlan {
       });
   }
 
-  // Requires: the lock. kStale when the step has ended. The cache itself refuses a plan that reads what has changed.
+  // Requires: the lock. kStale when the step has ended. The cache itself refuses a plan that reads what has
+  // changed.
   Status usable() const { return plan ? Status() : Status(Code::kStale, "the plan's step has ended"); }
   // Requires: the lock, and a step that has not ended.
   void end() {

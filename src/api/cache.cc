@@ -540,6 +540,10 @@ Tokens Cache::available() const {
   return Tokens(impl_->core->pool(impl_->core->main_group()).takable() * impl_->options.block_size.n);
 }
 
+Tokens Cache::available_beside(const PrefixMatch& match) const {
+  return available() - Tokens(impl_->core->idle_blocks(match) * impl_->options.block_size.n);
+}
+
 Tokens Cache::committed_capacity() const {
   return Tokens(impl_->core->pool(impl_->core->main_group()).counts().total * impl_->options.block_size.n);
 }

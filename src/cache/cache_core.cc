@@ -121,12 +121,16 @@ PrefixMatch CacheCore::look_up(std::span<const int32_t> prompt, std::span<const 
                                std::string_view name_space) const {
   const uint32_t root = index_.find_root(name_space);
   if (root == PrefixIndex::kNone || !options_.prefix_sharing) return {};
-  const Match found = match(prompt, keys, root);
-  const auto idle = std::ranges::count_if(found.entries, [this](uint32_t entry) {
-    const BlockId block = index_.block(entry, main_group_);
-    return block != kNoBlock && pools_[size_t(main_group_)]->holders(block) == 0;
+  Match found = match(prompt, keys, root);
+  return {Tokens(int64_t(found.entries.size()) * options_.block_size), std::move(found.entries)};
+}
+
+int64_t CacheCore::idle_blocks(const PrefixMatch& match) const {
+  const BlockPool& pool = *pools_[size_t(main_group_)];
+  return std::ranges::count_if(match.entries, [&](uint32_t entry) {
+    const BlockId block = entry < index_.end_entry() ? index_.block(entry, main_group_) : kNoBlock;
+    return block != kNoBlock && pool.holders(block) == 0;
   });
-  return {Tokens(int64_t(found.entries.size()) * options_.block_size), Tokens(idle * options_.block_size)};
 }
 
 // The longest prefix of at most n entries whose window groups still hold what the next query sees, and what the

@@ -75,7 +75,10 @@ class CacheCore {
   Match match(std::span<const int32_t> prompt, std::span<const Key> keys, uint32_t root) const;
   uint32_t root(std::string_view name_space) { return index_.root(name_space, options_.fingerprint); }
   // What start() would reuse of whole blocks.
-  PrefixMatch look_up(std::span<const int32_t> prompt, std::span<const Key> keys, std::string_view name_space) const;
+  PrefixMatch look_up(std::span<const int32_t> prompt, std::span<const Key> keys,
+                      std::string_view name_space) const;
+  // Blocks of a match in the main group that nobody holds.
+  int64_t idle_blocks(const PrefixMatch& match) const;
 
   // The group whose blocks `num_blocks` and capacity messages count: the first with full attention, else the first.
   int main_group() const { return main_group_; }
@@ -98,7 +101,7 @@ class CacheCore {
     bool released = false;        // during a step: its blocks stay until the step ends, the handle is stale now
     bool store = false;           // later prompts may reuse its blocks
     int64_t length = 0;           // committed tokens
-    uint64_t version = 0;         // new with each change of length or tables
+    uint64_t version = 0;         // new with each step and truncation; nothing is read in the middle of a step
     uint64_t step = 0;            // the open step, 0: none
     std::vector<int32_t> tokens;  // ids of the leading tokens; shorter than length once rows without ids came
     uint32_t node = PrefixIndex::kNone;  // pinned: entry of the last indexed full block, or the root

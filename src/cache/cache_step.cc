@@ -1,6 +1,7 @@
 // One step of the cache core: reserve, commit, abandon, and what they do to tables and keys.
 
 #include <algorithm>
+#include <cstring>
 
 #include "base/check.h"
 #include "base/text.h"
@@ -127,6 +128,7 @@ Status CacheCore::read(std::span<const ReadRequest> requests, StepArrays& out) c
   std::vector<const Sequence*> sequences;
   int64_t n_queries = 0;
   out.sequences.clear();
+  out.versions.clear();
   for (const ReadRequest& request : requests) {
     auto found = find(request.sequence);
     if (!found.ok()) return found.status();
@@ -147,18 +149,20 @@ Status CacheCore::read(std::span<const ReadRequest> requests, StepArrays& out) c
     if (n > kMaxStepTokens - n_queries)
       return invalid_argument(str("[plan_read] more than ", kMaxStepTokens, " queries in one plan"));
     n_queries += n;
-    out.sequences.push_back({request.sequence, s.length - n, n, s.version});
+    out.sequences.push_back({request.sequence, s.length - n, n});
+    out.versions.push_back(s.version);
   }
   fill_arrays(sequences, out);
   return Status();
 }
 
 Status CacheCore::check_current(const StepArrays& reading) const {
-  for (const StepSequence& part : reading.sequences) {
-    const auto found = find(part.id);
+  for (size_t i = 0; i < reading.sequences.size(); ++i) {
+    const SequenceId id = reading.sequences[i].id;
+    const auto found = find(id);
     if (!found.ok()) return found.status();
-    if ((*found)->version != part.version)
-      return Status(Code::kStale, str("[plan] sequence ", part.id.index,
+    if ((*found)->version != reading.versions[i])
+      return Status(Code::kStale, str("[plan] sequence ", id.index,
                                       " has changed since this plan was made; plan_read makes a new one"));
   }
   return Status();
@@ -213,7 +217,8 @@ void CacheCore::fill_arrays(std::span<const Sequence* const> sequences, StepArra
     for (size_t i = 0; i < n; ++i) {
       const auto& ids = sequences[i]->tables[g].ids;
       int32_t* row = group.block_tables.data() + i * width;
-      std::ranges::transform(ids, row, [](BlockId id) { return int32_t(id); });  // kNoBlock becomes -1
+      static_assert(sizeof(BlockId) == sizeof(int32_t));
+      if (!ids.empty()) std::memcpy(row, ids.data(), ids.size() * sizeof(int32_t));  // kNoBlock is -1 there
       std::fill(row + ids.size(), row + width, -1);
       for (int64_t p = out.sequences[i].old_length; p < out.seq_lens[i];) {  // block by block
         const int64_t block = p / block_size, end = std::min<int64_t>(out.seq_lens[i], (block + 1) * block_size);
@@ -274,7 +279,6 @@ CacheCore::Sequence* CacheCore::in_step(const StepSequence& part, uint64_t step)
 // Ends a sequence's step at new_length: keys for full blocks, blocks it does not need go back.
 void CacheCore::settle(Sequence& s, int64_t new_length) {
   s.step = 0;
-  s.version = ++last_version_;
   s.length = new_length;
   s.tokens.resize(std::min(s.tokens.size(), size_t(new_length)));
   drop_tail(s, blocks_for(Tokens(new_length), Tokens(options_.block_size)).n);

@@ -12,7 +12,6 @@ struct StepSequence {
   SequenceId id;
   int64_t old_length = 0;
   int64_t n_new = 0;
-  uint64_t version = 0;  // of a plan that reads: the state of the sequence that its arrays describe
 };
 
 struct StepArrays {
@@ -23,6 +22,7 @@ struct StepArrays {
   };
   uint64_t step = 0;  // identifies the reservation; 0: ended
   std::vector<StepSequence> sequences;
+  std::vector<uint64_t> versions;        // of a plan that reads: the states of its sequences that it describes
   std::vector<int32_t> seq_lens;         // [n_sequences]
   std::vector<int32_t> query_start_loc;  // [n_sequences + 1]
   std::vector<int32_t> positions;        // [n_tokens]

@@ -370,11 +370,11 @@ TEST(Memory, CapacityAndAvailableAreWhatReserveGives) {
           std::vector<GroupSpec> groups{full};
           if (window > 0) groups.push_back({.shape = full.shape, .sliding_window = window, .layers = {2}});
           auto made = Cache::create({.groups = groups,
-                                       .num_blocks = Blocks(num_blocks),
-                                       .kv_memory = Bytes(mib << 20),
-                                       .longest_chunk = Tokens(16),
-                                       .arena = arena,
-                                       .prefix_sharing = false});
+                                     .num_blocks = Blocks(num_blocks),
+                                     .kv_memory = Bytes(mib << 20),
+                                     .longest_chunk = Tokens(16),
+                                     .arena = arena,
+                                     .prefix_sharing = false});
           const auto& cache = *made;
           const std::string what = std::string(arena_order_name(arena)) + ", " + std::to_string(mib) +
                                    " MiB, from " + std::to_string(num_blocks) + ", window " +
@@ -494,10 +494,10 @@ TEST(Keys, DifferWhereTheCachesDifferHoweverTheirNamesAreSpelled) {
   second.layers = {1};
   const auto key = [](std::vector<GroupSpec> groups, std::string fingerprint) {
     auto made = Cache::create({.groups = std::move(groups),
-                                 .num_blocks = Blocks(1),
-                                 .kv_memory = Bytes(64 << 20),
-                                 .longest_chunk = Tokens(1),
-                                 .fingerprint = std::move(fingerprint)});
+                               .num_blocks = Blocks(1),
+                               .kv_memory = Bytes(64 << 20),
+                               .longest_chunk = Tokens(1),
+                               .fingerprint = std::move(fingerprint)});
     return (*made)->prefix_keys(tokens(0, 16)).front();
   };
   EXPECT_NE(key({first, second}, "m"), key({second}, "m; off 2x64:64 window 0 0"));
@@ -515,8 +515,8 @@ struct ForeignNumbers : std::numpunct<char> {
 TEST(Locale, OfTheHostChangesNeitherKeysNorJsonNorMessages) {
   const auto texts = [] {
     auto made = Cache::create({.groups = {{.shape = {1, 64, 64, {}}, .layers = {0, 1000, 2000}}},
-                                 .num_blocks = Blocks(3000),
-                                 .kv_memory = Bytes(256 << 20)});
+                               .num_blocks = Blocks(3000),
+                               .kv_memory = Bytes(256 << 20)});
     const auto& cache = *made;
     const SequenceId id = cache->start({})->id;
     const StepRequest request{.sequence = id, .n_tokens = Tokens(16)};

@@ -1,5 +1,5 @@
-// Any grammar, bias and sampling options, on vocabularies with all bytes, few of them, and letters alone: an answer grows
-// by tokens that its grammar derives, or ends with a Status. Nothing of it aborts, throws or runs away.
+// Any grammar, bias and sampling options, on vocabularies with all bytes, few of them, and letters alone: an answer
+// grows by tokens that its grammar derives, or ends with a Status. Nothing of it aborts, throws or runs away.
 #include <fuzzer/FuzzedDataProvider.h>
 
 #include <cmath>
@@ -69,7 +69,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     if (auto grammar = Grammar::parse(rest); grammar.ok())
       follows = std::make_unique<GrammarState>(*grammar);
     else
-      require(grammar.status().code() == Code::kInvalidArgument && grammar.status().message().starts_with("[grammar]"));
+      require(grammar.status().code() == Code::kInvalidArgument &&
+              grammar.status().message().starts_with("[grammar]"));
   }
   auto sampler = text.make_sampler(options);
   if (!sampler.ok()) {

@@ -94,9 +94,11 @@ TEST(Request, AHundredThousandDamagedBodiesAreReadOrRefused) {
 TEST(Request, TokenIdsOfABiasAreWrittenAsNumbersAre) {
   const engine::ScriptedText text;
   const auto read = [&](const std::string& id) {
-    return read_completion(Endpoint::kCompletions, R"({"prompt":"x","logit_bias":{")" + id + R"(":1}})", text, limits());
+    return read_completion(Endpoint::kCompletions, R"({"prompt":"x","logit_bias":{")" + id + R"(":1}})", text,
+                           limits());
   };
-  for (const char* id : {" 5", "+5", "05", "5 ", "5.0", "5e0", "", "-0", "-5", "0x5", "259", "99999999999999999999"}) {
+  for (const char* id :
+       {" 5", "+5", "05", "5 ", "5.0", "5e0", "", "-0", "-5", "0x5", "259", "99999999999999999999"}) {
     const CompletionResult result = read(id);
     const auto* error = std::get_if<ApiError>(&result);
     ASSERT_NE(error, nullptr) << "\"" << id << "\"";

@@ -33,7 +33,8 @@ TEST(Grammar, DerivesLiteralsClassesGroupsAndRepetitions) {
   EXPECT_TRUE(begins(R"(root ::= "yes" | "no")", "ye"));
   EXPECT_FALSE(begins(R"(root ::= "yes" | "no")", "yo"));
   const std::string list = "root ::= item (\",\" item)*  # a comment\nitem ::= [a-c]{2,3} | [^a-z]+ | .\n";
-  for (const char* text : {"ab", "abc,ab", "z", "123", "ab,9,\xE4\xBD\xA0", "\n"}) EXPECT_TRUE(derives(list, text)) << text;
+  for (const char* text : {"ab", "abc,ab", "z", "123", "ab,9,\xE4\xBD\xA0", "\n"})
+    EXPECT_TRUE(derives(list, text)) << text;
   for (const char* text : {"", "abcd", "ab,", ",ab", "zz"}) EXPECT_FALSE(derives(list, text)) << text;
   EXPECT_TRUE(derives("root ::= \"\\x41\\u00e9\\U0001F600\\n\\\"\\\\\"", "A\xC3\xA9\xF0\x9F\x98\x80\n\"\\"));
   EXPECT_TRUE(derives("root ::= \"a\"{3}", "aaa"));
@@ -106,7 +107,8 @@ TEST(Grammar, WhatCannotBeReadIsRefusedWithItsLine) {
       {std::string("root ::= \"a\"\0", 13), "the end of the rule is expected"},
       {std::string(600, '(').insert(0, "root ::= "), "nested more than 500 deep"},
   };
-  for (const auto& [gbnf, words] : cases) EXPECT_NE(refusal(gbnf).find(words), std::string::npos) << gbnf << "\n" << refusal(gbnf);
+  for (const auto& [gbnf, words] : cases)
+    EXPECT_NE(refusal(gbnf).find(words), std::string::npos) << gbnf << "\n" << refusal(gbnf);
   // Repetitions of repetitions are written out, up to a limit.
   std::string nested = "root ::= \"a\"";
   for (int i = 0; i < 3; ++i) nested += "{4000}";
@@ -146,10 +148,12 @@ TEST(Grammar, AnAnswerThatCannotBeFollowedAnyMoreFitsNothingAndStaysWithinItsMem
 // The walk over the sorted vocabulary finds just what a question for each token finds.
 TEST(Grammar, TheTokensThatFitAreThoseThatFitOneByOne) {
   std::mt19937 random(7);
-  std::vector<std::string> pieces = {"", "a", "b", "ab", "abc", "\xC3", "\xC3\xA9", "\xA9", "\xF0\x9F", "\xFF", "{", "\"", "}"};
+  std::vector<std::string> pieces = {"",     "a",        "b",    "ab", "abc", "\xC3", "\xC3\xA9",
+                                     "\xA9", "\xF0\x9F", "\xFF", "{",  "\"",  "}"};
   for (int i = 0; i < 500; ++i) {
     std::string piece;
-    for (int n = static_cast<int>(random() % 5) + 1; n > 0; --n) piece += "ab{}\":, 01\xC3\xA9\xE4\xBD\xA0"[random() % 16];
+    for (int n = static_cast<int>(random() % 5) + 1; n > 0; --n)
+      piece += "ab{}\":, 01\xC3\xA9\xE4\xBD\xA0"[random() % 16];
     pieces.push_back(piece);
   }
   const SortedPieces sorted(pieces);

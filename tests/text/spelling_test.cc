@@ -1,5 +1,5 @@
-// What a vocabulary cannot spell, the space it puts in front, and grammars that it cannot follow: on tiny vocabularies
-// with letters and no bytes, with few bytes, and with all of them.
+// What a vocabulary cannot spell, the space it puts in front, and grammars that it cannot follow: on tiny
+// vocabularies with letters and no bytes, with few bytes, and with all of them.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -26,7 +26,10 @@ TEST(Spelling, ACharacterThatTheVocabularyLacksIsNamed) {
       {"spm_letters", "Hello!", "U+0021 (!) at byte 5"},
       {"spm_letters", "He\n", "U+000A at byte 2"},
       {"bpe_few_bytes", "ab{", "U+007B ({) at byte 2"},  // libllama leaves it out, and says nothing
-      {"bpe_few_bytes", "a\x04" "b", "U+0004 at byte 1"},
+      {"bpe_few_bytes",
+       "a\x04"
+       "b",
+       "U+0004 at byte 1"},
       {"bpe_few_bytes", "a\xE4\xBD\xA0", "U+4F60"},
   };
   for (const auto& c : cases) {
@@ -62,12 +65,12 @@ struct Script {
   }
 };
 
-std::string answer_of(const Text& text, const std::vector<int32_t>& prompt, const std::string& says, bool own_text) {
+std::string answer_of(const Text& text, const std::vector<int32_t>& prompt, const std::string& says,
+                      bool own_text) {
   Script script{text.tokenize(says, false, false).value()};
-  auto answer = Answer::begin(text, prompt, Tokens(100),
-                              {.max_tokens = Tokens(std::ssize(script.tokens)),
-                               .sampling = {.temperature = 0},
-                               .own_text = own_text});
+  auto answer = Answer::begin(
+      text, prompt, Tokens(100),
+      {.max_tokens = Tokens(std::ssize(script.tokens)), .sampling = {.temperature = 0}, .own_text = own_text});
   std::string said;
   for (size_t i = 0; i < script.tokens.size(); ++i) said += (*answer)->grow(script.next(text.vocab_size()))->text;
   return said;
@@ -117,7 +120,8 @@ TEST(Sampling, AGrammarThatTheVocabularyCannotGoOnWithIsAnError) {
 TEST(Sampling, AGrammarEndsWithTheEndTokenAndNowhereElse) {
   for (const char* name : kVocabularies) {
     auto text = load(name);
-    auto sampler = text->make_sampler({.temperature = 1, .logit_bias = {{2, 100.0f}}, .grammar = "root ::= \"a\" \"b\""});
+    auto sampler =
+        text->make_sampler({.temperature = 1, .logit_bias = {{2, 100.0f}}, .grammar = "root ::= \"a\" \"b\""});
     ASSERT_TRUE(sampler.ok());
     std::string said;
     for (int i = 0; i < 4; ++i) {

@@ -154,8 +154,15 @@ TEST_F(Vocabulary, TheSameSeedDrawsTheSameTokens) {
   EXPECT_NE(drawn(1), drawn(2));
   EXPECT_EQ(drawn(UINT32_MAX), drawn(UINT32_MAX)) << "libllama would take this one as \"any\"";
   // Every seed of 64 bits is one of its own, also where 32 of them are equal.
-  const uint64_t seeds[] = {0, 1, UINT32_MAX - 1, UINT32_MAX, uint64_t{1} << 32, (uint64_t{1} << 32) + 1,
-                            0x123456789abcdef0u, 0x9abcdef012345678u, UINT64_MAX};
+  const uint64_t seeds[] = {0,
+                            1,
+                            UINT32_MAX - 1,
+                            UINT32_MAX,
+                            uint64_t{1} << 32,
+                            (uint64_t{1} << 32) + 1,
+                            0x123456789abcdef0u,
+                            0x9abcdef012345678u,
+                            UINT64_MAX};
   std::set<std::vector<int32_t>> all;
   for (const uint64_t seed : seeds) all.insert(drawn(seed));
   EXPECT_EQ(all.size(), std::size(seeds));
