@@ -1,5 +1,4 @@
 #include "cli/console.h"
-#include "cli/output.h"
 
 #include <unistd.h>
 

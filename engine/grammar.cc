@@ -88,7 +88,7 @@ class GrammarParser {
       return true;
     }
     const char kind = peek(1);
-    const int digits = kind == 'x' ? 2 : kind == 'u' ? 4 : kind == 'U' ? 8 : 0;
+    const size_t digits = kind == 'x' ? 2 : kind == 'u' ? 4 : kind == 'U' ? 8 : 0;
     if (digits == 0) {
       static constexpr std::string_view kNames = "trn\\\"[]-", kMeanings = "\t\r\n\\\"[]-";
       const size_t which = kNames.find(kind);
@@ -98,8 +98,8 @@ class GrammarParser {
       return true;
     }
     uint64_t value = 0;
-    for (int i = 0; i < digits; ++i) {
-      const char c = peek(static_cast<size_t>(2 + i));
+    for (size_t i = 0; i < digits; ++i) {
+      const char c = peek(2 + i);
       const int digit = c >= '0' && c <= '9'   ? c - '0'
                         : c >= 'a' && c <= 'f' ? c - 'a' + 10
                         : c >= 'A' && c <= 'F' ? c - 'A' + 10
@@ -109,7 +109,7 @@ class GrammarParser {
     }
     if (value > kMaxCharacter) return fail(found() + " is no character: the last one is U+10FFFF");
     out = static_cast<uint32_t>(value);
-    at_ += static_cast<size_t>(2 + digits);
+    at_ += 2 + digits;
     return true;
   }
 
@@ -456,12 +456,12 @@ void GrammarState::add(Item item) {
 bool GrammarState::close() {
   const uint32_t here = static_cast<uint32_t>(sets_.size() - 1);
   const size_t begin = sets_.back().waiting_begin;
-  for (size_t i = 0; i < items_.size(); ++i) {
+  for (size_t done = 0; done < items_.size();) {  // they grow meanwhile
     if (items_.size() + waiting_.size() > kMaxItems) {
       exhausted_ = true;
       return false;
     }
-    const Item item = items_[i];
+    const Item item = items_[done++];
     const Grammar::Element next = grammar_->elements_[item.dot];
     if (next.kind == Grammar::Kind::kEnd) {
       if (item.lhs == kStart) sets_.back().complete = true;

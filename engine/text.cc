@@ -118,7 +118,7 @@ struct PromptPart {
 };
 
 // --- the vocabulary ----------------------------------------------------------------------------------------------
-class LlamaText : public Text, public Vocabulary {
+class LlamaText final : public Text, public Vocabulary {
  public:
   using Model = std::unique_ptr<llama_model, void (*)(llama_model*)>;
 

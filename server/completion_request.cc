@@ -131,6 +131,22 @@ void read_stop(Fields& fields, std::vector<std::string>& stop) {
     if (one.empty() || one.size() > kMaxStopBytes) fields.wrong("stop", *value, expected);
 }
 
+// Signed or not, all 64 bits count. Without one: any.
+uint64_t read_seed(Fields& fields) {
+  const Json* value = fields.find("seed");
+  if (!value) {
+    std::random_device device;
+    return uint64_t{device()} << 32 | device();
+  }
+  if (value->is_number_unsigned()) return value->get<uint64_t>();
+  if (value->is_number_integer()) return static_cast<uint64_t>(value->get<int64_t>());
+  constexpr double kExact = 9007199254740992;  // 2^53: past it a double is no certain whole number
+  const double number = value->is_number_float() ? value->get<double>() : kExact * 2;
+  if (std::floor(number) != number || std::abs(number) > kExact)
+    fields.wrong("seed", *value, "a whole number from -2^63 to 2^64 - 1");
+  return static_cast<uint64_t>(static_cast<int64_t>(number));
+}
+
 void read_bias(Fields& fields, std::vector<std::pair<int32_t, float>>& bias, int64_t vocab_size) {
   const Json* value = fields.find("logit_bias");
   if (!value) return;
@@ -289,9 +305,7 @@ void read_sampling(Fields& fields, const RequestLimits& limits, int64_t vocab_si
   // -1 and 0: all tokens, as other servers have it.
   if (const auto top_k = fields.whole("top_k", -1, INT32_MAX))
     sampling.top_k = static_cast<int>(std::max<int64_t>(*top_k, 0));
-  const auto seed = fields.whole("seed", std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
-  std::random_device device;
-  sampling.seed = seed ? static_cast<uint64_t>(*seed) : uint64_t{device()} << 32 | device();
+  sampling.seed = read_seed(fields);
   read_bias(fields, sampling.logit_bias, vocab_size);
 }
 

@@ -118,6 +118,15 @@ TEST(Request, SeedsKeepTheir64Bits) {
   EXPECT_EQ(seed_of("4294967295"), 4294967295u);
   EXPECT_EQ(seed_of("4294967296"), 4294967296u) << "and not 1, its halves folded";
   EXPECT_EQ(seed_of("-1"), UINT64_MAX);
+  EXPECT_EQ(seed_of("18446744073709551614"), UINT64_MAX - 1);
+  EXPECT_EQ(seed_of("9223372036854775808"), uint64_t{1} << 63);
+  EXPECT_EQ(seed_of("1e3"), 1000u);
+  for (const char* seed : {"18446744073709551616", "1e300", "1.5", "true", "\"1\"", "-9223372036854775809"}) {
+    const CompletionResult result = read_completion(
+        Endpoint::kCompletions, std::string(R"({"prompt":"x","seed":)") + seed + "}", text, limits());
+    ASSERT_TRUE(std::holds_alternative<ApiError>(result)) << seed;
+    EXPECT_EQ(std::get<ApiError>(result).param, "seed");
+  }
   EXPECT_NE(seed_of("null"), seed_of("null")) << "without one, any";
 }
 
