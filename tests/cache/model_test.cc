@@ -86,7 +86,7 @@ class RandomWorld {
   void read(const std::string& name) {
     const int64_t length = int64_t(world_.history[name].size());
     const ReadRequest request{world_.ids[name], Tokens(1 + below(3))};
-    StepArrays plan;
+    StepArrays& plan = arrays_;
     const Status status = world_.core->read({&request, 1}, plan);
     if (!status.ok()) return;
     ASSERT_LE(request.n_queries.n, length);
@@ -137,7 +137,7 @@ class RandomWorld {
     for (const auto& [name, id] : world_.ids)
       if (below(2) == 0) requests.push_back({name, some_tokens(1 + below(5))});
     if (requests.empty()) return;
-    StepArrays step;
+    StepArrays& step = arrays_;
     if (!world_.reserve(requests, step).ok()) {
       ++refused_;
       return;
@@ -176,6 +176,7 @@ class RandomWorld {
   bool fail_commits_;
   int next_name_ = 0;
   int64_t hits_ = 0, refused_ = 0, stale_ = 0;
+  StepArrays arrays_;  // of one plan after the other, whether it read or wrote
   struct Reading {
     StepArrays plan;
     std::string name;

@@ -179,6 +179,35 @@ def test_a_handle_to_a_released_sequence_reaches_nobody():  # O-LIFE-12
         pagedkv.Cache(num_kv_heads=2, head_dim=64, num_blocks=8).length(new)
 
 
+@pytest.mark.parametrize("length", [15, 20])
+def test_a_window_of_one_token_is_shortened_or_refused(length):
+    cache = pagedkv.Cache(groups=[pagedkv.Group(layers=[0], num_kv_heads=2, head_dim=64),
+                                  pagedkv.Group(layers=[1], num_kv_heads=2, head_dim=64, sliding_window=1)],
+                          block_size=4, num_blocks=16)
+    s = cache.start().sequence
+    step(cache, [(s, length)], layers=2)
+    with pytest.raises(ValueError, match="length 10 needs the block of positions 8 to 11, the window of 1"):
+        cache.truncate(s, 10)
+    step(cache, [(s, 2)], layers=2)
+    cache.truncate(s, length + 1)
+    cache.truncate(s, 8)
+    step(cache, [(s, 5)], layers=2)
+    assert cache.length(s) == 13
+
+
+def test_a_read_plan_is_refused_while_its_sequence_is_being_written():
+    cache = pagedkv.Cache(num_kv_heads=2, head_dim=64, num_blocks=8, kv_quant="f32", dynamic=True)
+    s = cache.start().sequence
+    step(cache, [(s, 5)])
+    plan = cache.plan_read([(s, 1)])
+    twin = cache.fork(s)
+    writing = cache.reserve([(s, 1)])  # copies the block that the plan names
+    cache.release(twin)
+    with pytest.raises(pagedkv.StaleError, match="has changed"):
+        pagedkv.attend(plan, 0, rows(1, 2, 64))
+    writing.abandon()
+
+
 def test_a_read_plan_is_refused_once_its_sequence_has_changed():
     cache = pagedkv.Cache(num_kv_heads=2, head_dim=64, num_q_heads=2, num_blocks=8, kv_quant="f32", dynamic=True)
     s, other = cache.start().sequence, cache.start().sequence
