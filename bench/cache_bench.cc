@@ -33,9 +33,8 @@ Status write(Cache& cache, SequenceId sequence, std::span<const int32_t> tokens)
   const StepRequest request{.sequence = sequence, .tokens = tokens};
   auto plan = cache.reserve({&request, 1});
   if (!plan.ok()) return plan.status();
-  auto done = cache.commit(*plan);
+  auto done = cache.commit(std::move(*plan));
   if (!done.ok()) return done.status();
-  cache.recycle(std::move(*plan));
   return Status();
 }
 
@@ -63,8 +62,7 @@ Result<Record> block_take_and_give() {
       const StepRequest request{.sequence = started->id, .tokens = {}, .n_tokens = Tokens(n_tokens)};
       auto plan = (*cache)->reserve({&request, 1});
       if (!plan.ok()) return plan.status();
-      (*cache)->abandon(*plan);
-      (*cache)->recycle(std::move(*plan));
+      plan->abandon();
       return Status();
     };
     const double begin = now_seconds();
@@ -122,8 +120,7 @@ Result<Record> plan_step(int64_t n_sequences, int64_t length) {
     auto plan = (*cache)->reserve(requests);
     const double seconds = now_seconds() - begin;
     if (!plan.ok()) return plan.status();
-    (*cache)->abandon(*plan);
-    (*cache)->recycle(std::move(*plan));
+    plan->abandon();
     if (i >= 10) samples.push_back(seconds);
   }
   return record("plan_256x8k", n_sequences, length, samples);

@@ -170,9 +170,8 @@ class Paged {
     if (!step.ok()) return step.status();
     for (int layer = 0; layer < layers && !rows.empty(); ++layer)
       if (Status status = cache->append(*step, layer, {rows.data()}, {rows.data()}); !status.ok()) return status;
-    auto done = cache->commit(*step);
+    auto done = cache->commit(std::move(*step));
     if (!done.ok()) return done.status();
-    cache->recycle(std::move(*step));
     return Status();
   }
   Status fill(const Case& c, int64_t sets) {

@@ -92,19 +92,6 @@ int64_t context_bytes(const Cache& cache, Tokens context) {
   return bytes;
 }
 
-// However a step is left, its sequences are as before unless it was committed: abandon() does nothing after that.
-class AbandonUnlessCommitted {
- public:
-  AbandonUnlessCommitted(Cache& cache, StepPlan& plan) : cache_(cache), plan_(plan) {}
-  ~AbandonUnlessCommitted() { cache_.abandon(plan_); }
-  AbandonUnlessCommitted(const AbandonUnlessCommitted&) = delete;
-  AbandonUnlessCommitted& operator=(const AbandonUnlessCommitted&) = delete;
-
- private:
-  Cache& cache_;
-  StepPlan& plan_;
-};
-
 Status check_memory(const ModelInfo& info, const Cache& cache) {
   const int64_t limit = machine_memory(info).limit.n;
   const CacheOptions& options = cache.options();
@@ -232,7 +219,6 @@ Result<StepOutput> Engine::run_step(std::span<const StepInput> inputs) {
   Graph& g = **graph;
   auto plan = e.cache->reserve(requests);
   if (!plan.ok()) return plan.status();
-  const AbandonUnlessCommitted guard(*e.cache, *plan);
   if (!e.scratch.reserve(static_cast<size_t>(e.cache->scratch_bytes(*plan, threads()).n))) {
     return Status(Code::kNoMemory, "[step] no memory for the attention of " + std::to_string(n_tokens) + " tokens");
   }
@@ -259,7 +245,7 @@ Result<StepOutput> Engine::run_step(std::span<const StepInput> inputs) {
   for (Status* s : {&attended, &ran}) {
     if (!s->ok()) return *s;
   }
-  auto statuses = e.cache->commit(*plan);
+  auto statuses = e.cache->commit(std::move(*plan));
   if (!statuses.ok()) return statuses.status();
   out.statuses = std::move(*statuses);
   out.logits = {static_cast<const float*>(g.logits->data), static_cast<size_t>(n_rows * vocab_size)};

@@ -69,13 +69,10 @@ Result<std::vector<float>> step(Cache& cache, std::span<const StepRequest> reque
     Status status = cache.append(*plan, layer, {.data = rows.k.data()}, {.data = rows.v.data()});
     if (status.ok()) status = cache.attend(args);  // over packed blocks, this step's rows included
     if (status.ok()) status = cache.merge(args);
-    if (!status.ok()) {
-      cache.abandon(*plan);
-      return status;
-    }
+    if (!status.ok()) return status;  // the plan ends its step: every sequence keeps its length
   }
 
-  Result<std::vector<Status>> committed = cache.commit(*plan);  // lengths grow, full blocks get keys
+  Result<std::vector<Status>> committed = cache.commit(std::move(*plan));  // lengths grow, full blocks get keys
   if (!committed.ok()) return committed.status();
   for (const Status& sequence : *committed) {
     if (!sequence.ok()) return sequence;

@@ -42,11 +42,8 @@ Status store(Cache& cache, const std::vector<SequenceId>& sequences, int64_t n_t
 
   std::vector<float> k(plan->n_tokens() * kKvHeads * kHeadDim), v = k;
   k[0] = first;
-  if (Status status = cache.append(*plan, 0, {k.data()}, {v.data()}); !status.ok()) {
-    cache.abandon(*plan);  // every sequence keeps its length, the step's blocks go back
-    return status;
-  }
-  auto committed = cache.commit(*plan);
+  if (Status status = cache.append(*plan, 0, {k.data()}, {v.data()}); !status.ok()) return status;
+  auto committed = cache.commit(std::move(*plan));
   if (!committed.ok()) return committed.status();
   for (const Status& sequence : *committed) {
     if (!sequence.ok()) return sequence;  // of this sequence alone; the others have grown

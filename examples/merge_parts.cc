@@ -55,7 +55,7 @@ Result<Holder> hold(std::span<const float> k, std::span<const float> v) {
   auto plan = (*cache)->reserve({&request, 1});
   if (!plan.ok()) return plan.status();
   if (Status status = (*cache)->append(*plan, 0, {k.data()}, {v.data()}); !status.ok()) return status;
-  auto committed = (*cache)->commit(*plan);
+  auto committed = (*cache)->commit(std::move(*plan));
   if (!committed.ok()) return committed.status();
   if (!committed->front().ok()) return committed->front();
   return Holder{std::move(*cache), started->id};

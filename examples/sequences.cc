@@ -55,12 +55,9 @@ Status store(Cache& cache, SequenceId sequence, std::span<const int32_t> list,
   if (!plan.ok()) return plan.status();
   const std::vector<float> rows(list.size() * kKvHeads * kHeadDim);
   for (int layer = 0; layer < kLayers; ++layer) {
-    if (Status status = cache.append(*plan, layer, {rows.data()}, {rows.data()}); !status.ok()) {
-      cache.abandon(*plan);
-      return status;
-    }
+    if (Status status = cache.append(*plan, layer, {rows.data()}, {rows.data()}); !status.ok()) return status;
   }
-  auto committed = cache.commit(*plan, accepted);
+  auto committed = cache.commit(std::move(*plan), accepted);
   return committed.ok() ? committed->front() : committed.status();
 }
 

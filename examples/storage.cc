@@ -85,12 +85,9 @@ Status store_a_chunk(Cache& cache, SequenceId sequence, float phase) {
   if (!plan.ok()) return plan.status();
   const std::vector<float> k = some_rows(kChunk, phase), v = some_rows(kChunk, phase + 1);
   for (int layer = 0; layer < kLayers; ++layer) {
-    if (Status status = cache.append(*plan, layer, {k.data()}, {v.data()}); !status.ok()) {
-      cache.abandon(*plan);
-      return status;
-    }
+    if (Status status = cache.append(*plan, layer, {k.data()}, {v.data()}); !status.ok()) return status;
   }
-  auto committed = cache.commit(*plan);
+  auto committed = cache.commit(std::move(*plan));
   return committed.ok() ? committed->front() : committed.status();
 }
 

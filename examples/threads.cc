@@ -91,11 +91,8 @@ Result<std::vector<float>> prompt_on(int n_threads) {
   auto plan = (*cache)->reserve({&request, 1});
   if (!plan.ok()) return plan.status();
   auto out = run_layers(**cache, *plan, n_threads);
-  if (!out.ok()) {
-    (*cache)->abandon(*plan);
-    return out;
-  }
-  auto committed = (*cache)->commit(*plan);
+  if (!out.ok()) return out;
+  auto committed = (*cache)->commit(std::move(*plan));
   if (!committed.ok()) return committed.status();
   if (!committed->front().ok()) return committed->front();
   return out;

@@ -1,9 +1,12 @@
 #include "server/service.h"
 
+#include <malloc.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <optional>
 #include <random>
 #include <utility>
 
@@ -30,6 +33,16 @@ bool equal_in_constant_time(std::string_view secret, std::string_view given) {
   for (size_t i = 0; i < given.size(); ++i)
     difference |= static_cast<unsigned char>(given[i]) ^ static_cast<unsigned char>(secret[i % secret.size()]);
   return difference == 0;
+}
+
+// What is allocated and not freed: unlike resident memory it does not depend on what the allocator keeps for later.
+std::optional<int64_t> heap_live_bytes() {
+#ifdef __GLIBC__
+  const struct mallinfo2 info = mallinfo2();
+  return static_cast<int64_t>(info.uordblks + info.hblkhd);
+#else
+  return std::nullopt;
+#endif
 }
 
 HttpReply json_reply(const OrderedJson& json) { return {.body = dump(json)}; }
@@ -511,6 +524,7 @@ void Service::stats(const std::shared_ptr<Exchange>& exchange) {
   for (const auto& [name, value] : engine::named_counts(s)) out["scheduler"][name] = value;
   for (const auto& [name, value] : engine::named_seconds(s)) out["scheduler"][name] = value;
   if (options_.lost_log_lines) out["log_lines_lost"] = options_.lost_log_lines();
+  if (const auto live = heap_live_bytes()) out["heap_live_bytes"] = *live;
   {
     const std::lock_guard lock(mutex_);
     out["recent"] = recent_;

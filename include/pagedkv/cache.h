@@ -4,7 +4,7 @@
 //   auto seq = (*cache)->start(prompt);                       // reuses cached blocks of the same prefix
 //   auto plan = (*cache)->reserve({{seq->id, new_tokens}});   // takes every block the step needs, or none
 //   for each layer: append(plan, ...); attend(args); merge(args);
-//   (*cache)->commit(*plan);                                  // lengths grow, full blocks get their keys
+//   (*cache)->commit(std::move(*plan));                       // lengths grow, full blocks get their keys
 //
 // Threads: one thread for everything that changes the cache (start ... commit). append, attend and merge of one
 // plan may run on several threads at once, each with its own Part. stats() and verify(): the changing thread.
@@ -126,13 +126,15 @@ struct GroupPlan {
   std::span<const int64_t> slot_mapping;  // [n_tokens] slot of each new token
 };
 
-// The read-only description of one step; made by Cache::reserve, ended by Cache::commit or abandon. A plan that was
-// moved from is empty, and every call of a Cache refuses it.
+// The read-only description of one step; made by Cache::reserve, ended by Cache::commit. One that is dropped ends
+// its step without accepting anything. A plan that was moved from is empty, and every call of a Cache refuses it.
+// Threads: a plan that writes is ended by the thread that changes the cache. It may outlive the cache.
 class StepPlan {
  public:
   StepPlan(StepPlan&&) noexcept;
   StepPlan& operator=(StepPlan&&) noexcept;
-  ~StepPlan();  // a plan dropped without commit leaves its reservation in place: call abandon
+  ~StepPlan();
+  void abandon();  // now, instead of at its end
 
   int64_t n_sequences() const;
   int64_t n_tokens() const;
@@ -212,8 +214,8 @@ class Cache {
   // keys, blocks behind a window or beyond the accepted length are given back.
   //   accepted  [plan.n_sequences()] or empty
   // Returns one Status per sequence: kNotFinite (the sequence keeps its old length), kStale (released meanwhile).
-  // Errors of the call itself: kInvalidArgument (accepted counts), nothing changed.
-  Result<std::vector<Status>> commit(StepPlan& plan, std::span<const Tokens> accepted = {});
+  // Errors of the call itself: kInvalidArgument (accepted counts), nothing changed, the plan included.
+  Result<std::vector<Status>> commit(StepPlan&& plan, std::span<const Tokens> accepted = {});
   // What commit would reject now, one Status per sequence: kNotFinite where append met NaN or infinity. For callers
   // that keep a step whole or not at all. Errors: kInvalidArgument (plan).
   Result<std::vector<Status>> faults(const StepPlan& plan) const;
@@ -223,10 +225,6 @@ class Cache {
   // Errors: kStale, kInvalidArgument (more queries than tokens, head counts, or a window has dropped keys they
   // see).
   Result<StepPlan> plan_read(std::span<const ReadRequest> requests, int64_t num_q_heads = 0) const;
-  // Ends the step without accepting anything.
-  void abandon(StepPlan& plan);
-  // Hands an ended plan's arrays back, so that the next reserve need not allocate. Optional.
-  void recycle(StepPlan plan);
 
   // --- views and figures -----------------------------------------------------------------------------------
   const CacheOptions& options() const;
@@ -278,8 +276,8 @@ class Cache {
 
  private:
   struct Impl;
-  explicit Cache(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  explicit Cache(std::shared_ptr<Impl> impl);
+  std::shared_ptr<Impl> impl_;  // plans know whether it is still there
 };
 
 }  // namespace pagedkv

@@ -73,22 +73,12 @@ struct PyPlan {
         n_tokens(plan->n_tokens()) {}
   PyPlan(PyPlan&&) = default;
   ~PyPlan() {
-    if (cache != nullptr && !reads_only)
-      locked(*cache, [&] {
-        if (!plan) return;
-        cache->cache->abandon(*plan);
-        cache->cache->recycle(std::move(*plan));
-      });
+    if (cache != nullptr && !reads_only) locked(*cache, [&] { plan.reset(); });
   }
 
   // Requires: the lock. kStale when the step has ended. The cache itself refuses a plan that reads what has
   // changed.
   Status usable() const { return plan ? Status() : Status(Code::kStale, "the plan's step has ended"); }
-  // Requires: the lock, and a step that has not ended.
-  void end() {
-    cache->cache->recycle(std::move(*plan));
-    plan.reset();
-  }
 };
 
 // The parts of cache_binding.cc that make and read plans. Errors: as their Python names document.

@@ -44,13 +44,12 @@ void commit(PyPlan& plan, nb::handle accepted, bool all_or_none) {
       if (!faults.ok()) return faults;
       for (const Status& status : *faults)
         if (!status.ok()) {
-          plan.cache->cache->abandon(*plan.plan);
-          plan.end();
+          plan.plan.reset();
           return status;
         }
     }
-    auto ended = plan.cache->cache->commit(*plan.plan, counts);
-    if (ended.ok()) plan.end();
+    auto ended = plan.cache->cache->commit(std::move(*plan.plan), counts);
+    if (ended.ok()) plan.plan.reset();
     return ended;
   });
   for (const Status& status : check(std::move(statuses))) check(status);
@@ -58,11 +57,7 @@ void commit(PyPlan& plan, nb::handle accepted, bool all_or_none) {
 
 void abandon(PyPlan& plan) {
   if (plan.reads_only) return;
-  locked(*plan.cache, [&] {
-    if (!plan.plan) return;
-    plan.cache->cache->abandon(*plan.plan);
-    plan.end();
-  });
+  locked(*plan.cache, [&] { plan.plan.reset(); });
 }
 
 // One of a plan's arrays as numpy's, copied: the plan's own are filled again by the next step. No shape: as long as

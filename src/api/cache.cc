@@ -156,7 +156,7 @@ uint64_t next_cache_id() {
 
 }  // namespace
 
-struct Cache::Impl {
+struct Cache::Impl : StepPlan::Impl::Home {
   enum Kernel { kAppend, kAttend, kMerge, kKernels };
 
   const uint64_t id = next_cache_id();  // unlike an address, never another cache's later on
@@ -172,7 +172,13 @@ struct Cache::Impl {
   std::vector<ProductPaths> paths;  // per group
   std::atomic<int64_t> calls[kKernels] = {};
   mutable int64_t dense_materializations = 0, dequantized_rows = 0;
-  std::unique_ptr<StepPlan::Impl> spare;  // arrays of the last ended step, to be filled again
+  std::unique_ptr<StepPlan::Impl>
+      spare;  // of the last ended step, to be filled again: no allocation in a steady state
+
+  void take_back(std::unique_ptr<StepPlan::Impl> plan) override {
+    if (plan->arrays.step != 0) core->abandon(plan->arrays);
+    spare = std::move(plan);
+  }
 
   Result<LayerPlace> place(int layer) const {
     if (layer >= 0 && size_t(layer) < layers.size() && layers[size_t(layer)].group >= 0)
@@ -220,12 +226,12 @@ struct Cache::Impl {
   }
 };
 
-Cache::Cache(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Cache::Cache(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Cache::~Cache() = default;
 
 Result<std::unique_ptr<Cache>> Cache::create(CacheOptions options) {
   if (Status status = check_options(options); !status.ok()) return status;
-  auto impl = std::make_unique<Impl>();
+  auto impl = std::make_shared<Impl>();
   auto entry = choose_entry(options.isa);
   if (!entry.ok()) return entry.status();
   impl->entry = *entry;
@@ -392,6 +398,7 @@ Result<Blocks> Cache::keep_committed(int group) {
 Result<StepPlan> Cache::reserve(std::span<const StepRequest> requests) {
   auto plan = impl_->spare ? std::move(impl_->spare) : std::make_unique<StepPlan::Impl>();
   plan->owner = impl_->id;
+  plan->home = impl_;
   plan->read_only = false;
   plan->num_q_heads = 0;
   if (Status status = impl_->core->reserve(requests, plan->arrays); !status.ok()) {
@@ -496,19 +503,12 @@ Result<std::vector<Status>> Cache::faults(const StepPlan& plan) const {
   return rejected;
 }
 
-Result<std::vector<Status>> Cache::commit(StepPlan& plan, std::span<const Tokens> accepted) {
+Result<std::vector<Status>> Cache::commit(StepPlan&& plan, std::span<const Tokens> accepted) {
   auto rejected = faults(plan);
   if (!rejected.ok()) return rejected.status();
-  return impl_->core->commit(plan.impl_->arrays, accepted, std::move(*rejected));
-}
-
-void Cache::abandon(StepPlan& plan) {
-  if (impl_->check_step(plan.impl()).ok()) impl_->core->abandon(plan.impl_->arrays);
-}
-
-void Cache::recycle(StepPlan plan) {
-  if (plan.impl_ != nullptr && plan.impl_->owner == impl_->id && plan.impl_->arrays.step == 0)
-    impl_->spare = std::move(plan.impl_);
+  auto ended = impl_->core->commit(plan.impl_->arrays, accepted, std::move(*rejected));
+  if (ended.ok()) impl_->spare = std::move(plan.impl_);
+  return ended;
 }
 
 // --- views and figures ---------------------------------------------------------------------------------------

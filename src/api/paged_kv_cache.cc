@@ -133,11 +133,8 @@ Status PagedKVCache::update_without_fetch(const HeadMajorRows& keys, const HeadM
   const StepRequest request{.sequence = impl_->sequence, .tokens = {}, .n_tokens = Tokens(keys.n_tokens)};
   auto plan = cache.reserve({&request, 1});
   if (!plan.ok()) return plan.status();
-  if (Status status = cache.append(*plan, 0, rows_of(keys), rows_of(values)); !status.ok()) {
-    cache.abandon(*plan);
-    return status;
-  }
-  auto statuses = cache.commit(*plan);
+  if (Status status = cache.append(*plan, 0, rows_of(keys), rows_of(values)); !status.ok()) return status;
+  auto statuses = cache.commit(std::move(*plan));
   if (!statuses.ok()) return statuses.status();
   return statuses->front();
 }

@@ -6,8 +6,20 @@ namespace pagedkv {
 
 StepPlan::StepPlan(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 StepPlan::StepPlan(StepPlan&&) noexcept = default;
-StepPlan& StepPlan::operator=(StepPlan&&) noexcept = default;
-StepPlan::~StepPlan() = default;
+StepPlan::~StepPlan() { abandon(); }
+
+StepPlan& StepPlan::operator=(StepPlan&& other) noexcept {
+  if (this == &other) return *this;
+  abandon();
+  impl_ = std::move(other.impl_);
+  return *this;
+}
+
+void StepPlan::abandon() {
+  const std::shared_ptr<Impl::Home> home = impl_ ? impl_->home.lock() : nullptr;
+  if (home) home->take_back(std::move(impl_));
+  impl_.reset();
+}
 
 // A plan that was moved from reads as an empty one that has ended.
 const StepPlan::Impl& StepPlan::impl() const {

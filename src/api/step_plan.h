@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "api/work.h"
@@ -12,12 +13,20 @@
 namespace pagedkv {
 
 struct StepPlan::Impl {
+  // Where a plan that writes goes at its end: an open step ends there, and a later one fills the arrays again.
+  class Home {
+   public:
+    virtual ~Home() = default;
+    virtual void take_back(std::unique_ptr<Impl> plan) = 0;
+  };
+
   StepArrays arrays;
   std::vector<Work> work;        // per group
   std::vector<uint64_t> faults;  // per sequence: kernels::kNoFault or its first row that is not finite
   uint64_t owner = 0;            // Cache::Impl::id of the cache that made it; 0: none
   int64_t num_q_heads = 0;       // of this plan's queries; 0: as the groups say
   bool read_only = false;        // made by plan_read: nothing to append or commit
+  std::weak_ptr<Home> home;      // of a plan that writes
 
   kernels::Batch batch(size_t group) const {
     const StepArrays::Group& g = arrays.groups[group];

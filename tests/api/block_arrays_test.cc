@@ -58,7 +58,7 @@ TEST(BlockArrays, ReadByTablesTheTensorsOfACacheGiveItsBits) {
     StepPlan plan = reserve(*cache, id, 600);
     const auto k = random_rows(600, 1), v = random_rows(600, 2);
     ASSERT_TRUE(cache->append(plan, 0, {.data = k.data()}, {.data = v.data()}).ok());
-    ASSERT_TRUE(cache->commit(plan).ok());
+    ASSERT_TRUE(cache->commit(std::move(plan)).ok());
     const ReadRequest read{id, Tokens(3)};
     const auto reading = cache->plan_read({&read, 1});
     ASSERT_TRUE(reading.ok());
@@ -184,7 +184,7 @@ TEST(Cache, FaultsTellBeforeCommitWhatItWouldReject) {  // O-SHARE-14
   ASSERT_TRUE(faults.ok());
   EXPECT_TRUE((*faults)[0].ok());
   EXPECT_EQ((*faults)[1].code(), Code::kNotFinite);
-  cache->abandon(plan);
+  plan.abandon();
   EXPECT_EQ(cache->length(a)->n, 0);
   EXPECT_EQ(cache->faults(plan).status().code(), Code::kInvalidArgument);
   EXPECT_TRUE(cache->verify().ok());
@@ -201,7 +201,7 @@ TEST(Cache, DenseRowsOfAPlanComeFromAnyPositionOnAndIncludeItsOwn) {
     StepPlan first = reserve(cache, id, 20);
     const auto rows = random_rows(20, 1);
     ASSERT_TRUE(cache.append(first, 0, {.data = rows.data()}, {.data = rows.data()}).ok());
-    ASSERT_TRUE(cache.commit(first).ok());
+    ASSERT_TRUE(cache.commit(std::move(first)).ok());
     StepPlan plan = reserve(cache, id, 5);
     const auto more = random_rows(5, 2);
     ASSERT_TRUE(cache.append(plan, 0, {.data = more.data()}, {.data = more.data()}).ok());
@@ -210,7 +210,7 @@ TEST(Cache, DenseRowsOfAPlanComeFromAnyPositionOnAndIncludeItsOwn) {
       return Cache::DenseRows{.data = to.data(), .token_stride = kDim, .head_stride = 22 * kDim};
     };
     ASSERT_TRUE(cache.read_dense(plan, 0, 0, Tokens(3), target(k), target(v)).ok());
-    ASSERT_TRUE(cache.commit(plan).ok());
+    ASSERT_TRUE(cache.commit(std::move(plan)).ok());
     const auto whole = cache.read_dense(id, 0);
     ASSERT_TRUE(whole.ok());
     for (int64_t p = 3; p < 25; ++p)
@@ -231,11 +231,11 @@ TEST(Cache, WhatIsKeptCommittedCanBeReadAfterThePoolWouldHaveShrunk) {
   const auto cache = make_cache(Format::kF32, 16);
   const SequenceId id = cache->start({})->id;
   StepPlan plan = reserve(*cache, id, 4000);
-  cache->abandon(plan);
+  plan.abandon();
   StepPlan again = reserve(*cache, id, 4000);
   const auto kept = cache->keep_committed(0);
   ASSERT_TRUE(kept.ok());
-  cache->abandon(again);
+  again.abandon();
   ASSERT_TRUE(cache->release(id).ok());
   const TensorView k = cache->tensors(0)->k;
   float sum = 0;

@@ -276,7 +276,7 @@ TEST(Errors, NotFiniteRowsRejectTheirSequenceAloneWithLayerHeadAndPosition) {  /
     if (layer == 1) k[size_t((3 * d.o.heads_kv + 1) * d.o.dk + 5)] = NAN;  // token 3 of the step, KV head 1
     ASSERT_TRUE(d.cache->append(*plan, layer, {k.data()}, {v.data()}).ok());
   }
-  auto statuses = d.cache->commit(*plan);
+  auto statuses = d.cache->commit(std::move(*plan));
   ASSERT_TRUE(statuses.ok());
   EXPECT_TRUE((*statuses)[0].ok());
   EXPECT_EQ((*statuses)[1].code(), Code::kNotFinite);
@@ -322,9 +322,9 @@ TEST(Errors, APlanOfAnotherCacheOrAnEndedStepIsRefused) {
   EXPECT_EQ(a.cache->append(*plan, 9, {row.data()}, {row.data()}).code(), Code::kInvalidArgument);
   EXPECT_EQ(a.cache->attend({.plan = *plan, .q = row.data(), .out = row.data()}).code(),
             Code::kInvalidArgument);  // no scratch
-  a.cache->abandon(*plan);
+  plan->abandon();
   EXPECT_EQ(a.cache->append(*plan, 0, {row.data()}, {row.data()}).code(), Code::kInvalidArgument);
-  EXPECT_EQ(a.cache->commit(*plan).status().code(), Code::kInvalidArgument);
+  EXPECT_EQ(a.cache->commit(std::move(*plan)).status().code(), Code::kInvalidArgument);
 }
 
 TEST(Errors, SizesPastWhatCanBeCountedAreRefusedWithTheLimit) {
@@ -383,7 +383,7 @@ TEST(Memory, CapacityAndAvailableAreWhatReserveGives) {
           const auto grow = [&](int64_t tokens) {
             const StepRequest request{.sequence = id, .n_tokens = Tokens(tokens)};
             auto plan = cache->reserve({&request, 1});
-            return plan.ok() ? cache->commit(*plan).status() : plan.status();
+            return plan.ok() ? cache->commit(std::move(*plan)).status() : plan.status();
           };
           EXPECT_EQ(cache->available(), cache->capacity()) << what;
           // A window group takes no more than its floor, chunk by chunk.
@@ -426,7 +426,6 @@ TEST(Errors, APlanThatReadsIsStaleAfterAChangeAndNeverWrites) {
   EXPECT_EQ(d.cache->read_dense(*plan, 0, 0, Tokens(6), dense, dense).code(), Code::kStale);
 
   // Its arrays serve the next step, which writes.
-  d.cache->recycle(std::move(*plan));
   d.expect_right("a", d.append("a", {8}));
   d.expect_right("c", d.append("c", {9}));
 }
@@ -448,19 +447,18 @@ TEST(Errors, PartsOfNothingAndPlansThatWereMovedFromAreRefused) {
     EXPECT_EQ(d.cache->merge(args, part).code(), Code::kInvalidArgument);
   }
   StepPlan& moved = *made;
-  EXPECT_EQ(d.cache->commit(moved).status().code(), Code::kInvalidArgument);
+  EXPECT_EQ(d.cache->commit(std::move(moved)).status().code(), Code::kInvalidArgument);
   EXPECT_EQ(d.cache->faults(moved).status().code(), Code::kInvalidArgument);
   EXPECT_EQ(d.cache->append(moved, 0, {row.data()}, {row.data()}).code(), Code::kInvalidArgument);
   const AttendArgs of_moved{.plan = moved, .q = row.data(), .out = row.data(), .scratch = scratch};
   EXPECT_EQ(d.cache->attend(of_moved).code(), Code::kInvalidArgument);
   EXPECT_EQ(d.cache->merge(of_moved).code(), Code::kInvalidArgument);
   EXPECT_EQ(d.cache->scratch_bytes(moved, 1), Bytes(0));
-  d.cache->abandon(moved);
-  d.cache->recycle(std::move(moved));
+  moved.abandon();
   EXPECT_EQ(moved.n_tokens() + moved.n_sequences() + std::ssize(moved.positions()), 0);
 
   EXPECT_TRUE(d.cache->append(plan, 0, {row.data()}, {row.data()}).ok());
-  EXPECT_TRUE(d.cache->commit(plan).ok());
+  EXPECT_TRUE(d.cache->commit(std::move(plan)).ok());
 }
 
 // The stated precondition of what cannot give a Status: checked in debug builds, and never read out of bounds.
@@ -485,7 +483,7 @@ TEST(Errors, AGroupThatIsNoneOfTheCacheReadsNothing) {
     EXPECT_EQ(d.cache->keep_committed(group).status().code(), Code::kInvalidArgument);
     EXPECT_EQ(d.cache->tensors(group).status().code(), Code::kInvalidArgument);
   }
-  d.cache->abandon(*plan);
+  plan->abandon();
 }
 
 TEST(Keys, DifferWhereTheCachesDifferHoweverTheirNamesAreSpelled) {
@@ -521,7 +519,7 @@ TEST(Locale, OfTheHostChangesNeitherKeysNorJsonNorMessages) {
     const SequenceId id = cache->start({})->id;
     const StepRequest request{.sequence = id, .n_tokens = Tokens(16)};
     auto plan = cache->reserve({&request, 1});
-    EXPECT_TRUE(cache->commit(*plan).ok());
+    EXPECT_TRUE(cache->commit(std::move(*plan)).ok());
     const PrefixKey key = cache->prefix_keys(tokens(0, 16)).front();
     return std::tuple(to_json(cache->stats()), cache->grow_to_capacity(Tokens(INT64_MAX)).message(),
                       std::vector<uint8_t>(key.bytes.begin(), key.bytes.end()));

@@ -104,14 +104,13 @@ class Desk {
         at = end;
       }
     }
-    auto statuses = cache->commit(*plan);
+    auto statuses = cache->commit(std::move(*plan));
     EXPECT_TRUE(statuses.ok());
     for (size_t i = 0; i < batch.size(); ++i) {
       EXPECT_TRUE((*statuses)[i].ok()) << (*statuses)[i].message();
       auto& history = histories[batch[i].first];
       history.insert(history.end(), batch[i].second.begin(), batch[i].second.end());
     }
-    cache->recycle(std::move(*plan));
     EXPECT_TRUE(cache->verify().ok()) << cache->verify().message();
     return outputs;
   }

@@ -121,7 +121,7 @@ class ScriptedModel : public StepModel {
     auto plan = cache_->reserve(requests);
     if (!plan.ok()) return plan.status();
     if (Status s = cache_->append(*plan, 0, {.data = rows.data()}, {.data = rows.data()}); !s.ok()) return s;
-    auto statuses = cache_->commit(*plan);
+    auto statuses = cache_->commit(std::move(*plan));
     if (!statuses.ok()) return statuses.status();
     ++steps;
     tokens += n_tokens;

@@ -24,11 +24,12 @@ class Soak(unittest.TestCase):
                          "--max-queue", "64"])
         try:
             # Memory after each quarter: buffers and the allocator reach their sizes in the first half.
-            outcomes, rss = [], []
+            outcomes, rss, live = [], [], []
             for quarter in range(4):
                 outcomes += asyncio.run(mixed(server.port, SECONDS / 4, 24, quarter, WORDS))
                 s = server.idle(60)
                 rss.append(server.rss() >> 20)
+                live.append(s["heap_live_bytes"] / (1 << 20))
             unexpected = [(o.status, o.error) for o in outcomes
                           if not o.aborted and o.status not in (200, 400) or o.status == 200 and o.error]
             self.assertEqual(unexpected, [])
@@ -42,9 +43,12 @@ class Soak(unittest.TestCase):
                              scheduler["requests"])
             print(f"{SECONDS:.0f} s: {len(outcomes)} requests, {scheduler['cancelled']} cancelled, "
                   f"{scheduler['preemptions']} preemptions, {cache['evictions']} evictions, "
-                  f"MiB of RSS after each quarter: {rss}")
+                  f"after each quarter MiB of RSS: {rss}, live on the heap: {[round(n, 2) for n in live]}")
             self.assertGreater(scheduler["preemptions"] + cache["evictions"], 0)
-            self.assertLess(rss[3] - rss[1], 12)
+            # Live bytes are what a leak is made of. Resident ones also hold what the allocator keeps for later and which
+            # pages of the model's file are in memory: that depends on the machine, and has room here.
+            self.assertLess(live[3] - live[1], 1)
+            self.assertLess(rss[3] - rss[1], 48)
             self.assertEqual(server.stop(30), 0, "".join(server.log[-5:]))  # it verifies the cache on its way out
         finally:
             server.__exit__()

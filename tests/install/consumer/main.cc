@@ -18,7 +18,7 @@ int main() {
   const StepRequest request{.sequence = sequence->id, .tokens = prompt};
   auto plan = (*cache)->reserve({&request, 1});
   if (!plan.ok() || plan->n_tokens() != 5) return 3;
-  auto statuses = (*cache)->commit(*plan);
+  auto statuses = (*cache)->commit(std::move(*plan));
   if (!statuses.ok() || !statuses->front().ok()) return 4;
   if ((*cache)->length(sequence->id).value() != Tokens(5)) return 5;
   std::printf("installed pagedkv holds %d tokens\n", 5);
