@@ -1,7 +1,8 @@
 // Grammars in GBNF, and the recognizer that follows one answer through one.
 //
 // Earley's algorithm over Unicode characters: any context-free grammar, ambiguous or left-recursive, in polynomial
-// time and bounded memory. Nothing here aborts, prints or recurses on input. Why not libllama's: decision 0012.
+// time and bounded memory. Nothing here aborts, prints or recurses deeper than kMaxDepth. Why not libllama's:
+// decision 0013.
 //   Source: J. Earley, "An efficient context-free parsing algorithm", CACM 13(2), 1970; the treatment of rules that
 //   derive nothing is that of J. Aycock and R. N. Horspool, "Practical Earley parsing", The Computer Journal 45(6),
 //   2002.

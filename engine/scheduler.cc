@@ -351,7 +351,8 @@ struct Scheduler::Impl {
       if (std::ssize(s.tokens) - found.cached.n + growth > cache.available_beside(found).n) return false;
     }
     // What it had before it was preempted is no hit: it was counted when it came.
-    auto started = cache.start(s.tokens, {.name_space = job.request.name_space, .counted = !job.admitted});
+    auto started =
+        cache.start(s.tokens, {.name_space = job.request.name_space, .counted = !job.admitted, .keys = job.keys});
     if (!started.ok()) {
       end(job, started.status());
       return false;

@@ -80,17 +80,20 @@ enum class PrefixReason : uint8_t {
 };
 const char* prefix_reason_name(PrefixReason reason);  // "hit", "new", "evicted", ...
 
+// Names a full block's content and all that came before it: SHA-256, chained.
+struct PrefixKey {
+  std::array<uint8_t, 32> bytes{};
+  bool operator==(const PrefixKey&) const = default;
+};
+
 struct StartOptions {
   std::string_view name_space;  // prompts of different namespaces never share: tenant, salt
   bool reuse = true;            // look for cached blocks
   bool store = true;            // let later prompts reuse this sequence's blocks
   bool counted = true;          // in Stats::hits; off where a sequence that gave way is opened again
-};
-
-// Names a full block's content and all that came before it: SHA-256, chained.
-struct PrefixKey {
-  std::array<uint8_t, 32> bytes{};
-  bool operator==(const PrefixKey&) const = default;
+  // Of the prompt's first full blocks, in this namespace, where prefix_keys() has made them already: those are not
+  // hashed again. Keys of another prompt find nothing.
+  std::span<const PrefixKey> keys = {};
 };
 
 // What start() would take over of a prompt. Good until the cache changes.

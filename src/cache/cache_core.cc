@@ -74,12 +74,14 @@ int64_t CacheCore::first_kept_block(int group, int64_t length) const {
   return window == 0 ? 0 : std::max<int64_t>(0, length - window) / options_.block_size;
 }
 
-std::vector<Key> CacheCore::hash_prompt(std::span<const int32_t> prompt, std::string_view name_space) const {
-  const size_t block_size = size_t(options_.block_size);
+std::vector<Key> CacheCore::hash_prompt(std::span<const int32_t> prompt, std::string_view name_space,
+                                        std::span<const Key> known) const {
+  const size_t block_size = size_t(options_.block_size), n_blocks = prompt.size() / block_size;
   std::vector<Key> keys;
-  keys.reserve(prompt.size() / block_size);
-  Key parent = root_key(options_.fingerprint, name_space);
-  for (size_t at = 0; at + block_size <= prompt.size(); at += block_size)
+  keys.reserve(n_blocks);
+  keys.assign(known.begin(), known.begin() + std::ptrdiff_t(std::min(known.size(), n_blocks)));
+  Key parent = keys.empty() ? root_key(options_.fingerprint, name_space) : keys.back();
+  for (size_t at = keys.size() * block_size; at + block_size <= prompt.size(); at += block_size)
     keys.push_back(parent = index_.hash(parent, prompt.subspan(at, block_size)));
   return keys;
 }
@@ -165,7 +167,7 @@ Result<Started> CacheCore::start(std::span<const int32_t> prompt, const StartOpt
   PrefixReason reason = PrefixReason::kOff;
   int64_t reused = 0;
   if (reuse && size > 0) {
-    const auto keys = hash_prompt(prompt, options.name_space);
+    const auto keys = hash_prompt(prompt, options.name_space, options.keys);
     const Match found = match(prompt, keys, s.node);
     reason = found.reason;
     const int64_t n = int64_t(found.entries.size());

@@ -66,8 +66,10 @@ class CacheCore {
                                      std::vector<Status> rejected);
   void abandon(StepArrays& step);
 
-  // The keys of a prompt's full blocks, and the lookup with them; start() does both.
-  std::vector<Key> hash_prompt(std::span<const int32_t> prompt, std::string_view name_space) const;
+  // The keys of a prompt's full blocks, of which the first may be known; and the lookup with them. start() does
+  // both.
+  std::vector<Key> hash_prompt(std::span<const int32_t> prompt, std::string_view name_space,
+                               std::span<const Key> known = {}) const;
   struct Match {
     std::vector<uint32_t> entries;  // of the full blocks that hit
     PrefixReason reason = PrefixReason::kNew;

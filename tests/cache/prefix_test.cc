@@ -74,6 +74,21 @@ TEST(Prefix, ACollisionIsAMissAndNeverSomebodyElsesText) {  // O-SHARE-02
   }
 }
 
+TEST(Prefix, KeysThatAreKnownAreUsedAndThoseOfAnotherPromptFindNothing) {
+  World w({.blocks = 16});
+  w.prefill("a", tokens(0, 12));
+  const auto own = w.core->hash_prompt(tokens(0, 12), "");
+  const auto other = w.core->hash_prompt(tokens(50, 62), "");
+  for (const size_t n : {0, 1, 2, 3}) {
+    const std::string name = "with " + std::to_string(n);
+    EXPECT_EQ(w.start(name, tokens(0, 12), {.keys = std::span(own).first(n)}), 11) << "the last token is computed";
+  }
+  EXPECT_EQ(w.start("short", tokens(0, 6), {.keys = own}), 5) << "more keys than the prompt has blocks";
+  EXPECT_EQ(w.start("wrong", tokens(50, 62), {.keys = own}), 0) << "never somebody else's text";
+  EXPECT_LE(w.start("crossed", tokens(0, 12), {.keys = other}), 4) << "no key fits; a block is matched by its tokens";
+  w.expect_sound();
+}
+
 TEST(Prefix, NamespacesNeverShare) {  // O-SHARE-03
   World w({.blocks = 16});
   w.prefill("a", tokens(0, 9), {.name_space = "tenant a"});
