@@ -85,7 +85,8 @@ TEST(Prefix, KeysThatAreKnownAreUsedAndThoseOfAnotherPromptFindNothing) {
   }
   EXPECT_EQ(w.start("short", tokens(0, 6), {.keys = own}), 5) << "more keys than the prompt has blocks";
   EXPECT_EQ(w.start("wrong", tokens(50, 62), {.keys = own}), 0) << "never somebody else's text";
-  EXPECT_LE(w.start("crossed", tokens(0, 12), {.keys = other}), 4) << "no key fits; a block is matched by its tokens";
+  EXPECT_LE(w.start("crossed", tokens(0, 12), {.keys = other}), 4)
+      << "no key fits; a block is matched by its tokens";
   w.expect_sound();
 }
 
