@@ -1,6 +1,7 @@
 #include "engine/grammar.h"
 
 #include <algorithm>
+#include <bit>
 #include <string>
 #include <utility>
 
@@ -126,10 +127,7 @@ void GrammarState::add(Item item) {
     return slot;
   };
   if (items_.size() == kFewItems || items_.size() * 2 > slots_.size()) {
-    slots_.assign(std::max<size_t>(4 * kFewItems * 2, 4 * items_.size()), 0);
-    size_t size = 1;
-    while (size < slots_.size()) size *= 2;
-    slots_.assign(size, 0);
+    slots_.assign(std::bit_ceil(std::max(8 * kFewItems, 4 * items_.size())), 0);
     for (size_t i = 0; i < items_.size(); ++i) slots_[place(items_[i])] = static_cast<uint32_t>(i + 1);
   }
   const size_t slot = place(item);
