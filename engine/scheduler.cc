@@ -58,7 +58,7 @@ struct Job {
   RequestId id{};  // ascending with arrival
   ServeRequest request;
   std::shared_ptr<RequestSink> sink;
-  std::vector<PrefixKey> keys;                   // of the prompt's full blocks
+  PrefixMatch match;                             // of the prompt
   std::vector<std::unique_ptr<Stream>> streams;  // choice 0 alone until the prompt is computed
   int64_t open = 0;                              // choices that are not finished, those to come included
   int64_t overtaken = 0;
@@ -276,7 +276,7 @@ struct Scheduler::Impl {
       cancelled.swap(cancels);
     }
     for (auto& job : new_jobs) {
-      job->keys = cache.prefix_keys(job->request.prompt, job->request.name_space);
+      job->match = cache.match(job->request.prompt, job->request.name_space);
       waiting.push_back(job->streams[0].get());
       ++figures.requests;
       changed = true;
@@ -304,18 +304,19 @@ struct Scheduler::Impl {
   // Somebody is computing more of this prompt than is cached: it is worth to wait for it.
   bool is_being_computed(const Stream& s) const {
     const int64_t block = cache.options().block_size.n;
-    const auto& keys = s.job->keys;
+    const auto& keys = s.job->match.keys;
     int64_t longest = 0;
     for (const Stream* other : running) {
       if (other->choice != 0 || other->computed >= std::ssize(other->job->request.prompt)) continue;
-      const auto& theirs = other->job->keys;
+      const auto& theirs = other->job->match.keys;
       const auto same = std::mismatch(keys.begin(), keys.end(), theirs.begin(), theirs.end()).first - keys.begin();
       if (other->computed / block < same) longest = std::max<int64_t>(longest, same * block);
     }
     return longest > 0 && longest > match(s).cached.n;
   }
-  PrefixMatch match(const Stream& s) const {
-    return cache.match(s.job->request.prompt, s.job->keys, s.job->request.name_space);
+  const PrefixMatch& match(const Stream& s) const {
+    Job& job = *s.job;
+    return job.match = cache.match(job.request.prompt, std::move(job.match));
   }
 
   // In the order of arrival. One that does not fit may be passed by smaller ones, but not for ever; one whose
@@ -347,12 +348,11 @@ struct Scheduler::Impl {
     Job& job = *s.job;
     if (!running.empty()) {
       const int64_t growth = job.slots(s) * (options.growth.n + cache.options().block_size.n) + promised();
-      const PrefixMatch found = match(s);
+      const PrefixMatch& found = match(s);
       if (std::ssize(s.tokens) - found.cached.n + growth > cache.available_beside(found).n) return false;
     }
     // What it had before it was preempted is no hit: it was counted when it came.
-    auto started =
-        cache.start(s.tokens, {.name_space = job.request.name_space, .counted = !job.admitted, .keys = job.keys});
+    auto started = cache.start(s.tokens, job.match, {.counted = !job.admitted});
     if (!started.ok()) {
       end(job, started.status());
       return false;
@@ -653,7 +653,7 @@ struct Scheduler::Impl {
       const std::lock_guard lock(mutex);
       watched = now < blocks_wanted_until;
     }
-    figures.blocks = watched ? cache.block_views() : Cache::BlockViews();
+    figures.blocks = watched ? cache.block_views() : BlockViews();
     const std::lock_guard lock(mutex);
     published = figures;
   }

@@ -10,7 +10,7 @@
 
 using pagedkv::Blocks;
 using pagedkv::Cache;
-using pagedkv::PrefixKey;
+using pagedkv::PrefixMatch;
 using pagedkv::PrefixReason;
 using pagedkv::SequenceId;
 using pagedkv::Started;
@@ -105,13 +105,13 @@ void share(Cache& cache) {
 void wait(Cache& cache) {
   const std::vector<int32_t> prompt = tokens(0, 100);
 
-  // A request that waits: its keys are computed once, the question is asked as often as you like.
-  const std::vector<PrefixKey> keys = cache.prefix_keys(prompt);
-  const Tokens cached = cache.match(prompt, keys).cached;
-  expect(keys.size() == 6 && cached == Tokens(96), "six whole blocks, cached by share()");
+  // A request that waits: its prompt is hashed once, the question is asked as often as you like.
+  PrefixMatch match = cache.match(prompt);
+  expect(match.keys.size() == 6 && match.cached == Tokens(96), "six whole blocks, cached by share()");
 
   cache.clear_cached();
-  expect(cache.match(prompt, keys).cached == Tokens(0), "nothing is cached now");
+  match = cache.match(prompt, std::move(match));
+  expect(match.cached == Tokens(0), "nothing is cached now");
 }
 
 void fork(Cache& cache) {

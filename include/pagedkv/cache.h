@@ -19,7 +19,9 @@
 #include <vector>
 
 #include "pagedkv/attention.h"
+#include "pagedkv/block_view.h"
 #include "pagedkv/layout.h"
+#include "pagedkv/prefix.h"
 #include "pagedkv/stats.h"
 #include "pagedkv/status.h"
 #include "pagedkv/units.h"
@@ -44,7 +46,7 @@ struct CacheOptions {
   ArenaOrder arena = ArenaOrder::kBlockMajor;
   // Give finished blocks keys, so that later prompts with the same prefix reuse them.
   bool prefix_sharing = true;
-  // What else makes K and V differ: model, adapter, RoPE setting. Part of every key.
+  // What else makes K and V differ: model, adapter, RoPE setting, products of matrices. Part of every key.
   std::string fingerprint;
   // How quantized formats are multiplied. Part of every key: deeper layers' K and V depend on it.
   QueryPath query_path = QueryPath::kAuto;
@@ -66,47 +68,6 @@ struct IsaChoice {
   bool by_environment = false;  // PAGEDKV_ISA, else the best of this machine
 };
 Result<IsaChoice> default_isa();
-
-// Why (a part of) a prompt was not taken from the cache.
-enum class PrefixReason : uint8_t {
-  kHit,         // everything that can be reused was
-  kNew,         // no block with these tokens after this prefix is known
-  kEvicted,     // it was known, and made room for others
-  kWindowGone,  // known for full attention, but a sliding-window group no longer holds its part
-  kLastToken,   // the last prompt token is always computed
-  kCollision,   // the key matched, the tokens did not
-  kNoRoom,      // a partial hit needs a block to copy into, and there was none
-  kOff,         // sharing is off for the cache or for this call
-};
-const char* prefix_reason_name(PrefixReason reason);  // "hit", "new", "evicted", ...
-
-// Names a full block's content and all that came before it: SHA-256, chained.
-struct PrefixKey {
-  std::array<uint8_t, 32> bytes{};
-  bool operator==(const PrefixKey&) const = default;
-};
-
-struct StartOptions {
-  std::string_view name_space;  // prompts of different namespaces never share: tenant, salt
-  bool reuse = true;            // look for cached blocks
-  bool store = true;            // let later prompts reuse this sequence's blocks
-  bool counted = true;          // in Stats::hits; off where a sequence that gave way is opened again
-  // Of the prompt's first full blocks, in this namespace, where prefix_keys() has made them already: those are not
-  // hashed again. Keys of another prompt find nothing.
-  std::span<const PrefixKey> keys = {};
-};
-
-// What start() would take over of a prompt. Good until the cache changes.
-struct PrefixMatch {
-  Tokens cached;                       // leading tokens in whole cached blocks
-  std::vector<uint32_t> entries = {};  // the blocks, as the cache knows them
-};
-
-struct Started {
-  SequenceId id;
-  Tokens reused;        // leading prompt tokens that need no computation; always < prompt size
-  PrefixReason reason;  // why not more
-};
 
 // New tokens of one sequence in a step. `tokens` may be empty: then n_tokens rows without ids are appended, and
 // the sequence stops being shareable from there on.
@@ -165,14 +126,17 @@ class Cache {
   Cache& operator=(const Cache&) = delete;
 
   // --- sequences -------------------------------------------------------------------------------------------
+  // What of a prompt sits in whole cached blocks now. Nothing changes, and nothing is counted.
+  PrefixMatch match(std::span<const int32_t> prompt, std::string_view name_space = {}) const;
+  // The same for a prompt that was looked up before, as it was or up to some length: hashes only what is new.
+  PrefixMatch match(std::span<const int32_t> prompt, PrefixMatch earlier) const;
   // Opens a sequence and takes over the cached blocks of the longest known prefix of `prompt`: whole blocks by
   // reference, then part of one block by copy. The caller computes prompt[reused ..]. Never fails for lack of room.
+  // With a match of the prompt, also an old one, nothing is hashed; another prompt's finds nothing.
+  // Errors: kInvalidArgument (longer than max_context).
   Result<Started> start(std::span<const int32_t> prompt, const StartOptions& options = {});
-  // The keys of a prompt's full blocks, for lookups that repeat (a waiting request), and what of it sits in whole
-  // cached blocks now. Nothing changes, and nothing is counted; start() does both by itself.
-  std::vector<PrefixKey> prefix_keys(std::span<const int32_t> prompt, std::string_view name_space = {}) const;
-  PrefixMatch match(std::span<const int32_t> prompt, std::span<const PrefixKey> keys,
-                    std::string_view name_space = {}) const;
+  Result<Started> start(std::span<const int32_t> prompt, const PrefixMatch& match,
+                        const StartOptions& options = {});
   // A second sequence with the same content; blocks are shared until one of the two writes.
   Result<SequenceId> fork(SequenceId sequence);
   // Shortens to new_length. Errors: kInvalidArgument past the end or behind what a window group still holds;
@@ -266,13 +230,10 @@ class Cache {
   // The path that a group's attention takes: kInt8 if K or V is multiplied as codes, else kF32.
   QueryPath query_path(int group = 0) const;
   std::string_view isa() const;  // the kernel entry that runs, chosen at creation
+  // SHA-256 over all that makes a block's bytes and what they mean: caches with equal ones may exchange blocks.
+  std::array<uint8_t, 32> descriptor() const;
   // `resident`: also bytes_resident, which asks the kernel for every page (milliseconds a GB); else it is 0.
   Stats stats(bool resident = true) const;
-  // Every block of a group, by id, and the number of the last step, to which BlockView::last_step relates.
-  struct BlockViews {
-    std::vector<BlockView> blocks;
-    int64_t step = 0;
-  };
   BlockViews block_views(int group = 0) const;
   // Walks every invariant of blocks, tables, keys and counters. kInternal names the first broken one.
   Status verify() const;

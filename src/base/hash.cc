@@ -1,6 +1,9 @@
 #include "base/hash.h"
 
 #include <openssl/evp.h>
+#include <openssl/hmac.h>
+
+#include <bit>
 
 #include "base/check.h"
 
@@ -38,28 +41,28 @@ Sha256& thread_hash() {
   return hash;
 }
 
-// Lengths go in front, so that ("ab", "c") and ("a", "bc") differ.
-void add_sized(Sha256& hash, std::string_view text) {
-  const uint64_t size = text.size();
-  hash.add(&size, sizeof size);
-  hash.add(text.data(), text.size());
-}
-
 }  // namespace
 
-Key root_key(std::string_view fingerprint, std::string_view name_space) {
+Key sha256(std::string_view bytes) {
   Sha256& hash = thread_hash();
   hash.begin();
-  add_sized(hash, "pagedkv root 1");
-  add_sized(hash, fingerprint);
-  add_sized(hash, name_space);
+  hash.add(bytes.data(), bytes.size());
   return hash.end();
+}
+
+Key root_key(const Key& descriptor, std::string_view salt) {
+  const Key secret = sha256(salt);  // HMAC pads short keys with zeros: of one length they cannot meet
+  Key key;
+  PKV_CHECK(HMAC(EVP_sha256(), secret.bytes.data(), int(secret.bytes.size()), descriptor.bytes.data(),
+                 descriptor.bytes.size(), key.bytes.data(), nullptr) != nullptr);
+  return key;
 }
 
 Key chain_key(const Key& parent, std::span<const int32_t> tokens) {
   Sha256& hash = thread_hash();
   hash.begin();
   hash.add(parent.bytes.data(), parent.bytes.size());
+  static_assert(std::endian::native == std::endian::little, "keys are of little-endian token ids");
   hash.add(tokens.data(), tokens.size_bytes());
   return hash.end();
 }

@@ -6,7 +6,7 @@
 #include <span>
 #include <string_view>
 
-#include "pagedkv/cache.h"
+#include "pagedkv/prefix.h"
 
 namespace pagedkv {
 
@@ -19,8 +19,10 @@ inline uint64_t key_tag(const Key& key) {
   return tag;
 }
 
-// The key above a prompt's first block: everything but tokens that makes K and V differ.
-Key root_key(std::string_view fingerprint, std::string_view name_space);
+Key sha256(std::string_view bytes);
+// The key above a prompt's first block: HMAC-SHA-256 of the cache's descriptor under the salt, so that who does not
+// know the salt cannot make its keys. Salts that differ, if only by zeros at their end, are different.
+Key root_key(const Key& descriptor, std::string_view salt);
 // The key of a block with these token ids (full width) under `parent`. Fewer tokens than a block: a partial one.
 Key chain_key(const Key& parent, std::span<const int32_t> tokens);
 

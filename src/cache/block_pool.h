@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cache/block_source.h"
-#include "pagedkv/stats.h"
+#include "pagedkv/block_view.h"
 #include "pagedkv/status.h"
 #include "pagedkv/units.h"
 
@@ -82,9 +82,6 @@ class BlockPool {
   void verify(const std::vector<uint32_t>& expected_holders,
               const std::function<void(const char*, int64_t)>& problem) const;
 
-  // Scratch of one reserve: holders that this reserve will drop from a shared block.
-  uint32_t& pending_drops(BlockId block) { return blocks_[index(block)].pending_drops; }
-
  private:
   static constexpr uint32_t kNone = 0xffffffffu;
   enum class Place : uint8_t { kUncommitted, kFree, kHeld, kCached, kQuarantined };
@@ -93,7 +90,6 @@ class BlockPool {
     uint32_t holders = 0;
     uint32_t entry = kNoEntry;
     uint32_t prev = kNone, next = kNone;  // neighbours on the LRU, or next in the extent's free list
-    uint32_t pending_drops = 0;
     int64_t last_step = 0;
     Place place = Place::kUncommitted;
   };

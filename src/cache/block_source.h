@@ -1,4 +1,5 @@
-// What the cache orders and the store carries out: memory for extents of blocks, and copies of blocks.
+// Memory for extents of blocks, as the cache asks for it: the one thing that deciding has to wait for, because it
+// may be refused. All else is an order (base/orders.h).
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,6 @@ class BlockSource {
   // Makes the blocks of an extent usable. Errors: kCapacity, kNoMemory; nothing changed.
   virtual Status commit(int64_t extent) = 0;
   virtual void decommit(int64_t extent) = 0;
-  virtual void copy(BlockId source, BlockId destination) = 0;
   // Committed bytes of this source, and blocks that could still be committed: never more than commit would give.
   virtual int64_t bytes_committed() const = 0;
   virtual int64_t blocks_left_by_budget() const = 0;

@@ -9,13 +9,12 @@
 namespace pagedkv {
 
 CacheCore::CacheCore(const Options& options, const std::vector<Group>& groups)
-    : options_(options), index_(options.block_size, int(groups.size())) {
+    : options_(options), index_(options.block_size, int(groups.size()), options.hash) {
   for (size_t g = 0; g < groups.size(); ++g) {
     PKV_CHECK(groups[g].source != nullptr);
     pools_.push_back(
         std::make_unique<BlockPool>(groups[g].pool, *groups[g].source,
                                     [this, g](uint32_t entry, BlockId) { index_.forget_block(entry, int(g)); }));
-    sources_.push_back(groups[g].source);
     windows_.push_back(groups[g].sliding_window);
   }
   const auto full = std::ranges::find(windows_, 0);
@@ -75,12 +74,12 @@ int64_t CacheCore::first_kept_block(int group, int64_t length) const {
 }
 
 std::vector<Key> CacheCore::hash_prompt(std::span<const int32_t> prompt, std::string_view name_space,
-                                        std::span<const Key> known) const {
+                                        std::vector<Key> known) const {
   const size_t block_size = size_t(options_.block_size), n_blocks = prompt.size() / block_size;
-  std::vector<Key> keys;
+  std::vector<Key> keys = std::move(known);
+  keys.resize(std::min(keys.size(), n_blocks));
   keys.reserve(n_blocks);
-  keys.assign(known.begin(), known.begin() + std::ptrdiff_t(std::min(known.size(), n_blocks)));
-  Key parent = keys.empty() ? root_key(options_.fingerprint, name_space) : keys.back();
+  Key parent = keys.empty() ? root_key(options_.descriptor, name_space) : keys.back();
   for (size_t at = keys.size() * block_size; at + block_size <= prompt.size(); at += block_size)
     keys.push_back(parent = index_.hash(parent, prompt.subspan(at, block_size)));
   return keys;
@@ -119,12 +118,12 @@ CacheCore::Match CacheCore::match(std::span<const int32_t> prompt, std::span<con
   return match;
 }
 
-PrefixMatch CacheCore::look_up(std::span<const int32_t> prompt, std::span<const Key> keys,
-                               std::string_view name_space) const {
-  const uint32_t root = index_.find_root(name_space);
-  if (root == PrefixIndex::kNone || !options_.prefix_sharing) return {};
-  Match found = match(prompt, keys, root);
-  return {Tokens(int64_t(found.entries.size()) * options_.block_size), std::move(found.entries)};
+void CacheCore::look_up(std::span<const int32_t> prompt, PrefixMatch& found) const {
+  found.entries.clear();
+  const uint32_t root = index_.find_root(found.name_space);
+  if (root != PrefixIndex::kNone && options_.prefix_sharing)
+    found.entries = match(prompt, found.keys, root).entries;
+  found.cached = Tokens(int64_t(found.entries.size()) * options_.block_size);
 }
 
 int64_t CacheCore::idle_blocks(const PrefixMatch& match) const {
@@ -153,47 +152,37 @@ int64_t CacheCore::window_limit(std::span<const uint32_t> entries, int64_t n) co
   return n;
 }
 
-Result<Started> CacheCore::start(std::span<const int32_t> prompt, const StartOptions& options) {
+Result<Started> CacheCore::start(std::span<const int32_t> prompt, std::string_view name_space,
+                                 std::span<const Key> keys, const StartOptions& options, Orders& orders) {
   if (Status status = check_length(0, int64_t(prompt.size())); !status.ok()) return status;
   const SequenceId id = new_sequence();
   Sequence& s = sequences_[id.index];
   const bool reuse = options.reuse && options_.prefix_sharing;
   s.store = options.store && options_.prefix_sharing;
   if (s.store || reuse) {
-    s.node = index_.root(options.name_space, options_.fingerprint);
+    s.node = index_.root(name_space, options_.descriptor);
     index_.pin(s.node);
   }
   const int64_t block_size = options_.block_size, size = int64_t(prompt.size());
   PrefixReason reason = PrefixReason::kOff;
   int64_t reused = 0;
   if (reuse && size > 0) {
-    const auto keys = hash_prompt(prompt, options.name_space, options.keys);
     const Match found = match(prompt, keys, s.node);
     reason = found.reason;
-    const int64_t n = int64_t(found.entries.size());
-    for (int g = 0; g < n_groups(); ++g) {
-      Table& table = s.tables[size_t(g)];
-      table.first_held = first_kept_block(g, n * block_size);
-      for (int64_t i = 0; i < n; ++i) {
-        const BlockId block = i < table.first_held ? kNoBlock : index_.block(found.entries[size_t(i)], g);
-        if (block != kNoBlock) pools_[size_t(g)]->hold(block);
-        table.ids.push_back(block);
-      }
-    }
-    if (n > 0) {
-      index_.pin(found.entries.back());
-      index_.unpin(s.node);
-      s.node = found.entries.back();
-      s.node_blocks = n;
-    }
-    reused = n * block_size;
-    copy_partial(s, prompt.subspan(size_t(reused), size_t(std::min(block_size, size - 1 - reused))), reason,
+    take_over(s, found.entries);
+    reused = s.node_blocks * block_size;
+    copy_partial(s, prompt.subspan(size_t(reused), size_t(std::min(block_size, size - 1 - reused))), orders, reason,
                  reused);
     if (reused == size - 1) reason = PrefixReason::kLastToken;
     if (reason == PrefixReason::kHit) reason = PrefixReason::kNew;  // the blocks hit; what follows them is unknown
   }
   s.tokens.assign(prompt.begin(), prompt.begin() + reused);
   s.length = reused;
+  if (s.store && int64_t(keys.size()) > s.node_blocks) {
+    s.prompt.assign(prompt.begin(), prompt.end());
+    s.prompt_keys.assign(keys.begin(),
+                         keys.begin() + std::min(std::ssize(keys), std::ptrdiff_t(size / block_size)));
+  }
   if (options.counted) {
     figures_.tokens_by_reason[size_t(PrefixReason::kHit)] += reused;
     figures_.tokens_by_reason[size_t(reason)] += size - reused;
@@ -201,8 +190,29 @@ Result<Started> CacheCore::start(std::span<const int32_t> prompt, const StartOpt
   return Started{id, Tokens(reused), reason};
 }
 
-// Copies the block that shares most leading tokens with `rest`. Its source is held only while the copy is made.
-void CacheCore::copy_partial(Sequence& s, std::span<const int32_t> rest, PrefixReason& reason, int64_t& reused) {
+// The sequence stands on the last of these entries, and holds their blocks.
+void CacheCore::take_over(Sequence& s, std::span<const uint32_t> entries) {
+  const int64_t n = int64_t(entries.size());
+  for (int g = 0; g < n_groups(); ++g) {
+    Table& table = s.tables[size_t(g)];
+    table.first_held = first_kept_block(g, n * options_.block_size);
+    for (int64_t i = 0; i < n; ++i) {
+      const BlockId block = i < table.first_held ? kNoBlock : index_.block(entries[size_t(i)], g);
+      if (block != kNoBlock) pools_[size_t(g)]->hold(block);
+      table.ids.push_back(block);
+    }
+  }
+  if (n == 0) return;
+  index_.pin(entries.back());
+  index_.unpin(s.node);
+  s.node = entries.back();
+  s.node_blocks = n;
+}
+
+// Orders a copy of the block that shares most leading tokens with `rest`. Its source is held only while a block is
+// found for the copy: the order is carried out before anybody else takes the source.
+void CacheCore::copy_partial(Sequence& s, std::span<const int32_t> rest, Orders& orders, PrefixReason& reason,
+                             int64_t& reused) {
   if (rest.empty()) return;
   const auto best = index_.best_partial(s.node, rest);
   if (best.n_tokens == 0) return;
@@ -217,7 +227,7 @@ void CacheCore::copy_partial(Sequence& s, std::span<const int32_t> rest, PrefixR
     BlockPool& pool = *pools_[size_t(g)];
     if (room) {
       const BlockId block = pool.take();
-      sources_[size_t(g)]->copy(sources[size_t(g)], block);
+      orders.copies.push_back({g, sources[size_t(g)], block});
       s.tables[size_t(g)].ids.push_back(block);
     }
     pool.drop(sources[size_t(g)]);
@@ -242,6 +252,8 @@ Result<SequenceId> CacheCore::fork(SequenceId id) {
   child.tokens = parent.tokens;
   child.node = parent.node;
   child.node_blocks = parent.node_blocks;
+  child.prompt = parent.prompt;
+  child.prompt_keys = parent.prompt_keys;
   child.tables = parent.tables;
   if (child.node != PrefixIndex::kNone) index_.pin(child.node);
   for (int g = 0; g < n_groups(); ++g)

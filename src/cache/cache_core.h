@@ -13,6 +13,7 @@
 #include "cache/block_pool.h"
 #include "cache/prefix_index.h"
 #include "cache/step_arrays.h"
+#include "pagedkv/block_view.h"
 #include "pagedkv/cache.h"
 #include "pagedkv/status.h"
 
@@ -31,7 +32,8 @@ class CacheCore {
     int64_t block_size = 16;
     int64_t max_context = 0;  // 0: no bound
     bool prefix_sharing = true;
-    std::string fingerprint;
+    Key descriptor{};  // of what makes K and V of equal tokens differ
+    PrefixIndex::HashFunction hash = &chain_key;
   };
   struct Figures {
     int64_t sequences = 0, tokens = 0, copies = 0;
@@ -42,7 +44,17 @@ class CacheCore {
   // Commits every group's floor. Errors: those of the sources.
   Status open();
 
-  Result<Started> start(std::span<const int32_t> prompt, const StartOptions& options);
+  // The keys of a prompt's full blocks, of which `known` are the first.
+  std::vector<Key> hash_prompt(std::span<const int32_t> prompt, std::string_view name_space,
+                               std::vector<Key> known = {}) const;
+  // Looks match.keys up: match.cached and match.entries become those of now.
+  void look_up(std::span<const int32_t> prompt, PrefixMatch& match) const;
+  // Blocks of a match in the main group that nobody holds.
+  int64_t idle_blocks(const PrefixMatch& match) const;
+
+  // `keys`: of the prompt's full blocks. `orders`: what must be carried out before anything else.
+  Result<Started> start(std::span<const int32_t> prompt, std::string_view name_space, std::span<const Key> keys,
+                        const StartOptions& options, Orders& orders);
   Result<SequenceId> fork(SequenceId id);
   Status truncate(SequenceId id, int64_t new_length);
   Status release(SequenceId id);
@@ -66,30 +78,14 @@ class CacheCore {
                                      std::vector<Status> rejected);
   void abandon(StepArrays& step);
 
-  // The keys of a prompt's full blocks, of which the first may be known; and the lookup with them. start() does
-  // both.
-  std::vector<Key> hash_prompt(std::span<const int32_t> prompt, std::string_view name_space,
-                               std::span<const Key> known = {}) const;
-  struct Match {
-    std::vector<uint32_t> entries;  // of the full blocks that hit
-    PrefixReason reason = PrefixReason::kNew;
-  };
-  Match match(std::span<const int32_t> prompt, std::span<const Key> keys, uint32_t root) const;
-  uint32_t root(std::string_view name_space) { return index_.root(name_space, options_.fingerprint); }
-  // What start() would reuse of whole blocks.
-  PrefixMatch look_up(std::span<const int32_t> prompt, std::span<const Key> keys,
-                      std::string_view name_space) const;
-  // Blocks of a match in the main group that nobody holds.
-  int64_t idle_blocks(const PrefixMatch& match) const;
-
   // The group whose blocks `num_blocks` and capacity messages count: the first with full attention, else the first.
   int main_group() const { return main_group_; }
   const BlockPool& pool(int group) const { return *pools_[size_t(group)]; }
   int n_groups() const { return int(pools_.size()); }
   Figures figures() const;
   std::vector<BlockView> block_views(int group) const;
+  const PrefixIndex& index() const { return index_; }
   int64_t last_step() const { return int64_t(last_step_); }
-  PrefixIndex& index() { return index_; }
   Status verify() const;
 
  private:
@@ -109,7 +105,13 @@ class CacheCore {
     uint32_t node = PrefixIndex::kNone;  // pinned: entry of the last indexed full block, or the root
     int64_t node_blocks = 0;             // full blocks up to node
     uint32_t open_entry = PrefixIndex::kNone;
-    std::vector<Table> tables;  // per group
+    std::vector<Table> tables;    // per group
+    std::vector<int32_t> prompt;  // as start() got it, with its keys: blocks with these tokens are not hashed again
+    std::vector<Key> prompt_keys;
+  };
+  struct Match {
+    std::vector<uint32_t> entries;  // of the full blocks that hit
+    PrefixReason reason = PrefixReason::kNew;
   };
 
   Result<Sequence*> find(SequenceId id);
@@ -118,15 +120,20 @@ class CacheCore {
   int64_t first_needed_block(int group, int64_t length) const;
   int64_t first_kept_block(int group, int64_t length) const;
   int64_t window_limit(std::span<const uint32_t> entries, int64_t n) const;
-  void copy_partial(Sequence& s, std::span<const int32_t> rest, PrefixReason& reason, int64_t& reused);
+  Match match(std::span<const int32_t> prompt, std::span<const Key> keys, uint32_t root) const;
+  void take_over(Sequence& s, std::span<const uint32_t> entries);
+  void copy_partial(Sequence& s, std::span<const int32_t> rest, Orders& orders, PrefixReason& reason,
+                    int64_t& reused);
   Status check_length(int64_t length, int64_t n_new) const;
   Result<std::vector<Sequence*>> begin_step(std::span<const StepRequest> requests, StepArrays& out);
   Status make_room(std::span<Sequence* const> sequences, std::span<const StepSequence> steps);
-  int64_t blocks_to_take(int group, std::span<Sequence* const> sequences, std::span<const StepSequence> steps);
-  void extend_tables(Sequence& s, int64_t new_length);
+  int64_t blocks_to_take(int group, std::span<Sequence* const> sequences,
+                         std::span<const StepSequence> steps) const;
+  void extend_tables(Sequence& s, int64_t new_length, Orders& orders);
   void fill_arrays(std::span<const Sequence* const> sequences, StepArrays& out) const;
   void drop_tail(Sequence& s, int64_t keep_blocks);
   void give_back_behind_window(Sequence& s);
+  Key next_key(const Sequence& s, std::span<const int32_t> tokens) const;
   void index_full_blocks(Sequence& s);
   void sync_open_entry(Sequence& s);
   void drop_open_entry(Sequence& s);
@@ -140,7 +147,6 @@ class CacheCore {
 
   Options options_;
   std::vector<std::unique_ptr<BlockPool>> pools_;  // per group
-  std::vector<BlockSource*> sources_;
   std::vector<int64_t> windows_;
   int main_group_ = 0;
   PrefixIndex index_;

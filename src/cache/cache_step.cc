@@ -29,6 +29,7 @@ Result<std::vector<CacheCore::Sequence*>> CacheCore::begin_step(std::span<const 
   int64_t n_tokens = 0;
   const uint64_t step = last_step_ + 1;
   out.sequences.clear();
+  out.orders.clear();
   for (const StepRequest& request : requests) {
     auto found = find(request.sequence);
     const int64_t n_new = request.tokens.empty() ? request.n_tokens.n : int64_t(request.tokens.size());
@@ -59,26 +60,30 @@ Result<std::vector<CacheCore::Sequence*>> CacheCore::begin_step(std::span<const 
   return sequences;
 }
 
+// A last block that is shared or keyed is copied before it is written. Of a shared one each writer takes a copy but
+// the last holder, who writes in place.
 int64_t CacheCore::blocks_to_take(int group, std::span<Sequence* const> sequences,
-                                  std::span<const StepSequence> steps) {
-  BlockPool& pool = *pools_[size_t(group)];
+                                  std::span<const StepSequence> steps) const {
+  const BlockPool& pool = *pools_[size_t(group)];
   const int64_t block_size = options_.block_size;
-  const auto tail_of = [&](const Sequence& s) {
-    return s.tables[size_t(group)].ids[size_t(s.length / block_size)];
-  };
   int64_t n = 0;
+  std::vector<BlockId> shared;  // last blocks with several holders, once for each writer
   for (size_t i = 0; i < sequences.size(); ++i) {
     const Sequence& s = *sequences[i];
-    n += (s.length + steps[i].n_new + block_size - 1) / block_size - int64_t(s.tables[size_t(group)].ids.size());
+    const auto& ids = s.tables[size_t(group)].ids;
+    n += (s.length + steps[i].n_new + block_size - 1) / block_size - int64_t(ids.size());
     if (s.length % block_size == 0) continue;
-    const BlockId tail = tail_of(s);
-    const bool keyed = pool.entry(tail) != kNoEntry;
-    if (!keyed && pool.holders(tail) - pool.pending_drops(tail) <= 1) continue;
-    ++n;
-    ++pool.pending_drops(tail);
+    const BlockId tail = ids[size_t(s.length / block_size)];
+    if (pool.entry(tail) != kNoEntry)
+      ++n;
+    else if (pool.holders(tail) > 1)
+      shared.push_back(tail);
   }
-  for (const Sequence* s : sequences)
-    if (s->length % block_size != 0) pool.pending_drops(tail_of(*s)) = 0;
+  std::ranges::sort(shared);
+  for (size_t begin = 0, end = 0; begin < shared.size(); begin = end) {
+    while (end < shared.size() && shared[end] == shared[begin]) ++end;
+    n += std::min(int64_t(end - begin), int64_t(pool.holders(shared[begin])) - 1);
+  }
   return n;
 }
 
@@ -116,7 +121,7 @@ Status CacheCore::reserve(std::span<const StepRequest> requests, StepArrays& out
   for (size_t i = 0; i < requests.size(); ++i) {
     Sequence& s = *(*sequences)[i];
     s.version = ++last_version_;
-    extend_tables(s, s.length + out.sequences[i].n_new);
+    extend_tables(s, s.length + out.sequences[i].n_new, out.orders);
     if (int64_t(s.tokens.size()) == s.length)
       s.tokens.insert(s.tokens.end(), requests[i].tokens.begin(), requests[i].tokens.end());
   }
@@ -168,7 +173,7 @@ Status CacheCore::check_current(const StepArrays& reading) const {
   return Status();
 }
 
-void CacheCore::extend_tables(Sequence& s, int64_t new_length) {
+void CacheCore::extend_tables(Sequence& s, int64_t new_length, Orders& orders) {
   const int64_t block_size = options_.block_size;
   bool copied = false;
   for (int g = 0; g < n_groups(); ++g) {
@@ -178,7 +183,7 @@ void CacheCore::extend_tables(Sequence& s, int64_t new_length) {
       BlockId& tail = ids[size_t(s.length / block_size)];
       if (!pool.is_writable(tail)) {  // copy on write
         const BlockId copy = pool.take();
-        sources_[size_t(g)]->copy(tail, copy);
+        orders.copies.push_back({g, tail, copy});
         pool.drop(tail);
         tail = copy;
         if (s.open_entry != PrefixIndex::kNone) index_.set_block(s.open_entry, g, copy);
@@ -287,6 +292,16 @@ void CacheCore::settle(Sequence& s, int64_t new_length) {
   give_back_behind_window(s);
 }
 
+// The key of the sequence's next full block. Known since start() as long as the sequence is what its prompt said:
+// what comes before this block (which an equal parent's key tells), and the block.
+Key CacheCore::next_key(const Sequence& s, std::span<const int32_t> tokens) const {
+  const size_t block = size_t(s.node_blocks);
+  const bool known = block < s.prompt_keys.size() &&
+                     (block == 0 || s.prompt_keys[block - 1] == index_.key(s.node)) &&
+                     std::ranges::equal(tokens, std::span(s.prompt).subspan(block * tokens.size(), tokens.size()));
+  return known ? s.prompt_keys[block] : index_.hash(index_.key(s.node), tokens);
+}
+
 void CacheCore::index_full_blocks(Sequence& s) {
   const int64_t block_size = options_.block_size;
   if (!s.store) return;
@@ -294,7 +309,7 @@ void CacheCore::index_full_blocks(Sequence& s) {
     drop_open_entry(s);  // it spoke of the block that is full now
     const auto tokens =
         std::span<const int32_t>(s.tokens).subspan(size_t(s.node_blocks * block_size), size_t(block_size));
-    const Key key = index_.hash(index_.key(s.node), tokens);
+    const Key key = next_key(s, tokens);
     uint32_t entry = index_.find(s.node, key, tokens).entry;
     if (entry == PrefixIndex::kNone) entry = index_.add(s.node, key, tokens, PrefixIndex::Kind::kFull);
     for (int g = 0; g < n_groups(); ++g) {

@@ -6,10 +6,10 @@
 
 namespace pagedkv {
 
-uint32_t PrefixIndex::root(std::string_view name_space, std::string_view fingerprint) {
+uint32_t PrefixIndex::root(std::string_view name_space, const Key& descriptor) {
   if (const auto found = roots_.find(name_space); found != roots_.end()) return found->second;
   const uint32_t entry = make(kNone, Kind::kRoot);
-  entries_[entry].key = root_key(fingerprint, name_space);
+  entries_[entry].key = root_key(descriptor, name_space);
   roots_.emplace(name_space, entry);
   return entry;
 }

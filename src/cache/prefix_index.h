@@ -25,10 +25,16 @@ class PrefixIndex {
   static constexpr uint32_t kNone = 0xffffffffu;
   enum class Kind : uint8_t { kFreeSlot, kRoot, kFull, kPartial, kOpen };
 
-  PrefixIndex(int64_t block_size, int n_groups) : block_size_(block_size), n_groups_(n_groups) {}
+  // The key of these tokens under a parent's key.
+  using HashFunction = Key (*)(const Key& parent, std::span<const int32_t> tokens);
+
+  PrefixIndex(int64_t block_size, int n_groups, HashFunction hash)
+      : hash(hash), block_size_(block_size), n_groups_(n_groups) {}
+
+  const HashFunction hash;
 
   // The entry above all prompts of a namespace; made when missing.
-  uint32_t root(std::string_view name_space, std::string_view fingerprint);
+  uint32_t root(std::string_view name_space, const Key& descriptor);
   uint32_t find_root(std::string_view name_space) const {
     const auto found = roots_.find(name_space);
     return found == roots_.end() ? kNone : found->second;
@@ -81,10 +87,6 @@ class PrefixIndex {
   uint32_t end_entry() const { return uint32_t(entries_.size()); }
   uint32_t refs(uint32_t entry) const { return entries_[entry].refs; }
   size_t n_keys() const { return table_.size(); }
-
-  // Test hook: replaces the key of (parent key, tokens), for collisions on demand.
-  using HashFunction = Key (*)(const Key& parent, std::span<const int32_t> tokens);
-  HashFunction hash = &chain_key;
 
  private:
   struct Entry {

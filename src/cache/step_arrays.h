@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/orders.h"
 #include "pagedkv/units.h"
 
 namespace pagedkv {
@@ -21,6 +22,7 @@ struct StepArrays {
     std::vector<int64_t> slot_mapping;  // [n_tokens]
   };
   uint64_t step = 0;  // identifies the reservation; 0: ended
+  Orders orders;      // of the reservation, to be carried out before its rows are written
   std::vector<StepSequence> sequences;
   std::vector<uint64_t> versions;        // of a plan that reads: the states of its sequences that it describes
   std::vector<int32_t> seq_lens;         // [n_sequences]

@@ -84,9 +84,6 @@ Status Arena::commit(int64_t index) {
     return Status(Code::kNoMemory,
                   str("the cgroup leaves ", bytes_text(room), ", an extent takes ", bytes_text(cost)));
   }
-  if (budget_.inject_failure) {
-    if (Status status = budget_.inject_failure(); !status.ok()) return status;
-  }
 
   // Granules that no extent uses yet, run by run; undone from the start if the system refuses one.
   Status refused;

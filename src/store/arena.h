@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -17,8 +16,6 @@ namespace pagedkv {
 struct MemoryBudget {
   int64_t limit = 0;
   int64_t committed = 0;
-  // Test hook: called before each commit; not ok makes it fail.
-  std::function<Status()> inject_failure;
 };
 
 class Arena {

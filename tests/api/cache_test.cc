@@ -38,7 +38,7 @@ TEST(Cache, TheQueryPathIsInt8OnlyWhereThereAreCodesAndPartOfEveryKey) {
   EXPECT_EQ(path_of({Format::kQ8, Format::kQ8}, QueryPath::kF32), QueryPath::kF32);
   const auto key_of = [](QueryPath asked) {
     const Desk d({.formats = {Format::kQ8, Format::kQ8}, .query_path = asked});
-    return d.cache->prefix_keys(tokens(0, 16))[0];
+    return d.cache->match(tokens(0, 16)).keys[0];
   };
   EXPECT_FALSE(key_of(QueryPath::kF32) == key_of(QueryPath::kInt8));
   EXPECT_EQ(parse_query_path("int8").value(), QueryPath::kInt8);
@@ -496,7 +496,7 @@ TEST(Keys, DifferWhereTheCachesDifferHoweverTheirNamesAreSpelled) {
                                .kv_memory = Bytes(64 << 20),
                                .longest_chunk = Tokens(1),
                                .fingerprint = std::move(fingerprint)});
-    return (*made)->prefix_keys(tokens(0, 16)).front();
+    return (*made)->match(tokens(0, 16)).keys.front();
   };
   EXPECT_NE(key({first, second}, "m"), key({second}, "m; off 2x64:64 window 0 0"));
   EXPECT_NE(key({first, second}, "m"), key({first}, "m; off 2x64:64 window 0 1"));
@@ -520,7 +520,7 @@ TEST(Locale, OfTheHostChangesNeitherKeysNorJsonNorMessages) {
     const StepRequest request{.sequence = id, .n_tokens = Tokens(16)};
     auto plan = cache->reserve({&request, 1});
     EXPECT_TRUE(cache->commit(std::move(*plan)).ok());
-    const PrefixKey key = cache->prefix_keys(tokens(0, 16)).front();
+    const PrefixKey key = cache->match(tokens(0, 16)).keys.front();
     return std::tuple(to_json(cache->stats()), cache->grow_to_capacity(Tokens(INT64_MAX)).message(),
                       std::vector<uint8_t>(key.bytes.begin(), key.bytes.end()));
   };

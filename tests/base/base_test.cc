@@ -91,13 +91,32 @@ TEST_F(Environment, SwitchesTakeTheUsualWordsAndNothingElse) {
 }
 
 TEST(Key, ChainsOverFullWidthTokensAndEverythingAbove) {
-  const Key root = root_key("model", "tenant");
-  EXPECT_NE(root, root_key("model", "tenant2"));
-  EXPECT_NE(root_key("ab", "c"), root_key("a", "bc"));
+  const Key root = root_key(sha256("model"), "tenant");
+  EXPECT_NE(root, root_key(sha256("model"), "tenant2"));
   const int32_t a[] = {1, 2}, b[] = {1, 2 + 65536};
   EXPECT_NE(chain_key(root, a), chain_key(root, b));
-  EXPECT_NE(chain_key(root, a), chain_key(root_key("other", "tenant"), a));
+  EXPECT_NE(chain_key(root, a), chain_key(root_key(sha256("other"), "tenant"), a));
   EXPECT_EQ(chain_key(root, a), chain_key(root, a));
+}
+
+std::string hex(const Key& key) {
+  std::string text;
+  for (const uint8_t byte : key.bytes) {
+    text += "0123456789abcdef"[byte >> 4];
+    text += "0123456789abcdef"[byte & 15];
+  }
+  return text;
+}
+
+// Python: hmac.new(hashlib.sha256(salt).digest(), bytes(range(32)), hashlib.sha256).hexdigest()
+TEST(Key, TheSaltEntersAsHmac) {
+  Key descriptor;
+  for (size_t i = 0; i < descriptor.bytes.size(); ++i) descriptor.bytes[i] = uint8_t(i);
+  EXPECT_EQ(hex(root_key(descriptor, "")), "c8f5b23c34d49694d6963612e906f004223f69e5f8ea9abc16cf22a997286d8c");
+  EXPECT_EQ(hex(root_key(descriptor, "tenant")),
+            "2fdb3fd9d6cd8b066fd3af9fc2486e60b9b332bc44fa8d167f97a78a42354d9c");
+  EXPECT_EQ(hex(root_key(descriptor, std::string_view("tenant\0", 7))),
+            "0de62b163388180a7037c806cd0c38570f3fa27a037821fe9d6a7b4124a037ba");
 }
 
 }  // namespace

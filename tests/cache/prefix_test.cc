@@ -56,8 +56,7 @@ TEST(Prefix, TokenIdsCountInFullWidth) {  // O-SHARE-01
 }
 
 TEST(Prefix, ACollisionIsAMissAndNeverSomebodyElsesText) {  // O-SHARE-02
-  World w({.blocks = 40});
-  w.core->index().hash = [](const Key&, std::span<const int32_t>) { return Key{}; };
+  World w({.blocks = 40, .hash = [](const Key&, std::span<const int32_t>) { return Key{}; }});
   const std::vector<int32_t> prompts[] = {tokens(0, 9), tokens(100, 109), {0, 1, 2, 3, 104, 105, 106, 107, 108}};
   for (int round = 0; round < 2; ++round) {
     for (int i = 0; i < 3; ++i) {
@@ -79,14 +78,15 @@ TEST(Prefix, KeysThatAreKnownAreUsedAndThoseOfAnotherPromptFindNothing) {
   w.prefill("a", tokens(0, 12));
   const auto own = w.core->hash_prompt(tokens(0, 12), "");
   const auto other = w.core->hash_prompt(tokens(50, 62), "");
-  for (const size_t n : {0, 1, 2, 3}) {
+  for (const int n : {0, 1, 2, 3}) {
     const std::string name = "with " + std::to_string(n);
-    EXPECT_EQ(w.start(name, tokens(0, 12), {.keys = std::span(own).first(n)}), 11) << "the last token is computed";
+    EXPECT_EQ(w.start(name, tokens(0, 12), w.core->hash_prompt(tokens(0, 12), "", {own.begin(), own.begin() + n})),
+              11)
+        << "the last token is computed";
   }
-  EXPECT_EQ(w.start("short", tokens(0, 6), {.keys = own}), 5) << "more keys than the prompt has blocks";
-  EXPECT_EQ(w.start("wrong", tokens(50, 62), {.keys = own}), 0) << "never somebody else's text";
-  EXPECT_LE(w.start("crossed", tokens(0, 12), {.keys = other}), 4)
-      << "no key fits; a block is matched by its tokens";
+  EXPECT_EQ(w.start("short", tokens(0, 6), own), 5) << "more keys than the prompt has blocks";
+  EXPECT_EQ(w.start("wrong", tokens(50, 62), own), 0) << "never somebody else's text";
+  EXPECT_LE(w.start("crossed", tokens(0, 12), other), 4) << "no key fits; a block is matched by its tokens";
   w.expect_sound();
 }
 
@@ -105,25 +105,35 @@ TEST(Prefix, WhatCameBeforeABlockIsPartOfItsKey) {  // O-SHARE-05
   EXPECT_EQ(w.reason, PrefixReason::kNew);
 }
 
+// Two that compute the same text side by side: a key is in one place, so that block `missing` is known by a's copy,
+// and what follows it by x's. Once a's is evicted there is a hole before blocks that are alive.
 TEST(Prefix, NothingAfterAMissingBlockCounts) {  // O-SHARE-07
   for (const int missing : {0, 1}) {
-    World w({.blocks = 4});
-    w.prefill("a", tokens(0, 13));
+    World w({.blocks = 6});
+    w.prefill("a", tokens(0, 4 * missing));
+    ASSERT_EQ(w.start("x", tokens(0, 13)), 4 * missing);
+    ASSERT_TRUE(w.append("a", tokens(4 * missing, 4 * missing + 4)).ok());
+    ASSERT_TRUE(w.append("x", tokens(4 * missing, 13)).ok());
     w.close("a");
-    const auto keys = w.core->hash_prompt(tokens(0, 13), "");
-    uint32_t parent = w.core->root("");
-    for (int i = 0; i < missing; ++i)
-      parent = w.core->index().find(parent, keys[size_t(i)], tokens(4 * i, 4 * i + 4)).entry;
-    const uint32_t entry =
-        w.core->index().find(parent, keys[size_t(missing)], tokens(4 * missing, 4 * missing + 4)).entry;
-    // Evicting in LRU order would take the tail; take this one out by hand.
-    const BlockId block = w.core->index().block(entry, 0);
-    const_cast<BlockPool&>(w.core->pool(0)).clear_entry(block);
-    w.core->index().forget_block(entry, 0);
+    ASSERT_EQ(w.counts().cached, 1);
+    w.prefill("other", tokens(50, 58));
+    ASSERT_EQ(w.counts().cached, 0);
     w.expect_sound();
     EXPECT_EQ(w.start("b", tokens(0, 13)), 4 * missing);
     EXPECT_EQ(w.reason, PrefixReason::kEvicted);
   }
+}
+
+// The keys that start() was given spare hashing, as long as they are those of what was appended.
+TEST(Prefix, WhatIsAppendedCountsAndNotWhatThePromptPromised) {
+  World w({.blocks = 16});
+  const auto promised = tokens(0, 12);
+  w.start("a", promised, w.core->hash_prompt(promised, ""));
+  ASSERT_TRUE(w.append("a", {90, 91, 92, 93, 4, 5, 6, 7, 8, 9, 10, 11}).ok());
+  w.expect_sound();
+  w.start("b", promised);
+  EXPECT_EQ(w.reason, PrefixReason::kNew);
+  EXPECT_EQ(w.start("c", {90, 91, 92, 93, 4, 5, 6, 7, 8, 9, 10, 11, 1}), 12);
 }
 
 TEST(Prefix, NoBlockIsFoundBeforeItsContentIsWritten) {  // O-SHARE-08, O-SHARE-14

@@ -39,7 +39,7 @@ class FakeSource : public BlockSource {
         values_.begin() + extent * extent_blocks_ * block_size_,
         std::min(extent_blocks_ * block_size_, int64_t(values_.size()) - extent * extent_blocks_ * block_size_), 0);
   }
-  void copy(BlockId source, BlockId destination) override {
+  void copy(BlockId source, BlockId destination) {
     for (int64_t i = 0; i < block_size_; ++i)
       at(int64_t(destination) * block_size_ + i) = at(int64_t(source) * block_size_ + i);
   }
@@ -67,6 +67,7 @@ struct WorldOptions {
   int64_t floor = -1;                  // -1: all blocks from the start
   int64_t extent = 1;
   bool sharing = true;
+  PrefixIndex::HashFunction hash = &chain_key;
 };
 
 inline std::vector<int32_t> tokens(int32_t from, int32_t to) {
@@ -91,14 +92,21 @@ class World {
     }
     core = std::make_unique<CacheCore>(
         CacheCore::Options{
-            .block_size = options.block_size, .prefix_sharing = options.sharing, .fingerprint = "test"},
+            .block_size = options.block_size, .prefix_sharing = options.sharing, .hash = options.hash},
         groups);
     EXPECT_TRUE(core->open().ok());
   }
 
   // Opens a sequence for `prompt` and returns how many of its tokens were reused; their content is checked.
   int64_t start(const std::string& name, const std::vector<int32_t>& prompt, const StartOptions& options = {}) {
-    auto started = core->start(prompt, options);
+    return start(name, prompt, core->hash_prompt(prompt, options.name_space), options);
+  }
+  // The same with keys that somebody else made.
+  int64_t start(const std::string& name, const std::vector<int32_t>& prompt, std::span<const Key> keys,
+                const StartOptions& options = {}) {
+    Orders orders;
+    auto started = core->start(prompt, options.name_space, keys, options, orders);
+    carry_out(orders);
     EXPECT_TRUE(started.ok()) << started.status().message();
     ids[name] = started->id;
     reason = started->reason;
@@ -118,7 +126,12 @@ class World {
   Status reserve(const std::vector<std::pair<std::string, std::vector<int32_t>>>& batch, StepArrays& step) {
     std::vector<StepRequest> requests;
     for (const auto& [name, list] : batch) requests.push_back({ids[name], list});
-    return core->reserve(requests, step);
+    const Status status = core->reserve(requests, step);
+    if (status.ok()) carry_out(step.orders);
+    return status;
+  }
+  void carry_out(const Orders& orders) {
+    for (const CopyOrder& copy : orders.copies) sources_[size_t(copy.group)]->copy(copy.source, copy.destination);
   }
   // Writes every new slot of a step.
   void compute(const StepArrays& step, const std::vector<std::pair<std::string, std::vector<int32_t>>>& batch) {
