@@ -92,17 +92,19 @@ class Paged {
     auto paged = std::make_unique<Paged>();
     const auto layers = int(std::min<int64_t>(at_least, 32));
     const int64_t sets = (at_least + layers - 1) / layers;
-    GroupSpec group{.shape = {c.heads_kv, c.head_dim, c.head_dim, {format, format}}, .num_q_heads = c.heads_q};
+    GroupSpec group{.shape = {c.heads_kv, c.head_dim, c.head_dim, {format, format}}};
     for (int l = 0; l < layers; ++l) group.layers.push_back(l);
     const int64_t blocks = sets * c.batch * ((c.tokens + 15) / 16);
     auto made = Cache::create({.groups = {group},
                                .num_blocks = Blocks(blocks),
                                .dynamic = false,
                                .prefix_sharing = false,
-                               .query_path = path});
+                               .query_path = path,
+                               .q_heads_per_kv_head = c.heads_q / c.heads_kv});
     if (!made.ok()) return made.status();
     paged->cache = std::move(*made);
     paged->layers = layers;
+    paged->heads_q_ = c.heads_q;
     if (Status status = paged->scatter(blocks); !status.ok()) return status;
     if (Status status = paged->fill(c, sets); !status.ok()) return status;
     for (int64_t set = 0; set < sets; ++set) {
@@ -113,7 +115,7 @@ class Paged {
       if (!plan.ok()) return plan.status();
       paged->plans.push_back(std::move(*plan));
     }
-    paged->scratch_bytes_ = paged->cache->scratch_bytes(paged->plans[0], threads).n;
+    paged->scratch_bytes_ = paged->cache->scratch_bytes(paged->plans[0], threads, c.heads_q).n;
     paged->scratch_.reset(new (std::align_val_t{64}) std::byte[size_t(paged->scratch_bytes_)]);
     std::mt19937 random(9);
     std::normal_distribution<float> normal;
@@ -131,6 +133,7 @@ class Paged {
         const int64_t copy = i % copies();
         const AttendArgs args{.plan = plans[size_t(copy / layers)],
                               .layer = int(copy % layers),
+                              .num_q_heads = heads_q_,
                               .q = q.data(),
                               .out = out.data(),
                               .scratch = {scratch_.get(), size_t(scratch_bytes_)}};
@@ -191,7 +194,7 @@ class Paged {
   }
 
   std::unique_ptr<std::byte[], FreeAligned> scratch_;
-  int64_t scratch_bytes_ = 0;
+  int64_t scratch_bytes_ = 0, heads_q_ = 0;
 };
 
 // What a case is held against.

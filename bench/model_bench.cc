@@ -89,7 +89,7 @@ Record record(const std::string& name, const engine::Engine& engine, Format form
   const Spread spread = spread_of(seconds);
   Record r{.name = name,
            .format = format_name(format),
-           .heads_q = group.num_q_heads,
+           .heads_q = engine.model().n_head,
            .heads_kv = group.shape.num_kv_heads,
            .head_dim = group.shape.head_dim_k,
            .batch = 1,

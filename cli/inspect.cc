@@ -66,9 +66,9 @@ Result<FormatFigures> figures(const engine::ModelInfo& model, Format format, con
   return out;
 }
 
-Json group_json(const GroupSpec& group) {
+Json group_json(const GroupSpec& group, int64_t n_head) {
   return Json{{"layers", group.layers},
-              {"num_q_heads", group.num_q_heads > 0 ? group.num_q_heads : group.shape.num_kv_heads},
+              {"num_q_heads", n_head},
               {"num_kv_heads", group.shape.num_kv_heads},
               {"head_dim_k", group.shape.head_dim_k},
               {"head_dim_v", group.shape.head_dim_v},
@@ -98,8 +98,8 @@ void print(const engine::ModelInfo& model, const InspectOptions& options, const 
             human_bytes(model.weight_bytes));
   for (const GroupSpec& group : model.groups) {
     const LayerShape& shape = group.shape;
-    print_out("  {} layers: {} query heads, {} KV heads, head_dim {}, {}\n", group.layers.size(),
-              group.num_q_heads > 0 ? group.num_q_heads : shape.num_kv_heads, shape.num_kv_heads,
+    print_out("  {} layers: {} query heads, {} KV heads, head_dim {}, {}\n", group.layers.size(), model.n_head,
+              shape.num_kv_heads,
               shape.head_dim_k == shape.head_dim_v ? std::to_string(shape.head_dim_k)
                                                    : fmt::format("{}/{}", shape.head_dim_k, shape.head_dim_v),
               group.sliding_window > 0 ? fmt::format("sliding window of {}", with_commas(group.sliding_window))
@@ -156,7 +156,7 @@ int inspect(const InspectOptions& options) {
              {"context", context.n},
              {"groups", Json::array()},
              {"formats", Json::array()}};
-    for (const GroupSpec& group : model->groups) out["groups"].push_back(group_json(group));
+    for (const GroupSpec& group : model->groups) out["groups"].push_back(group_json(group, model->n_head));
     for (const FormatFigures& f : formats) out["formats"].push_back(format_json(f));
     print_out("{}\n", out.dump(1, ' ', false, Json::error_handler_t::replace));
   } else {

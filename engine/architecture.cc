@@ -294,7 +294,6 @@ std::vector<GroupSpec> attention_groups(const HyperParameters& h) {
     GroupSpec group;
     group.shape = {
         .num_kv_heads = h.n_head_kv, .head_dim_k = h.head_dim_k, .head_dim_v = h.head_dim_v, .formats = {}};
-    group.num_q_heads = h.n_head;
     group.sliding_window = window;
     for (size_t layer = 0; layer < h.windows.size(); ++layer) {
       if (h.windows[layer] == window) group.layers.push_back(static_cast<int>(layer));

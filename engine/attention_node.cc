@@ -58,6 +58,7 @@ ggml_tensor* AttentionNodes::build(GraphBuilder& b, int layer, ggml_tensor* q, g
 AttendArgs AttentionNodes::args(const Node& node, const ggml_tensor* q, float* out) {
   return {.plan = *node.step->plan_,
           .layer = node.layer,
+          .num_q_heads = q->ne[1],
           .q = static_cast<const float*>(q->data),
           .q_token_stride = static_cast<int64_t>(q->nb[2] / sizeof(float)),
           .out = out,

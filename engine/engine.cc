@@ -55,6 +55,7 @@ CacheOptions cache_options_for(const EngineOptions& options, const ModelInfo& in
   out.longest_chunk = options.chunk;
   out.max_sequences = options.max_sequences;
   out.query_path = options.query_path;
+  out.q_heads_per_kv_head = info.n_head / info.groups.front().shape.num_kv_heads;
   out.arena = options.arena;
   out.fingerprint = info.fingerprint;
   return out;
@@ -219,7 +220,7 @@ Result<StepOutput> Engine::run_step(std::span<const StepInput> inputs) {
   Graph& g = **graph;
   auto plan = e.cache->reserve(requests);
   if (!plan.ok()) return plan.status();
-  if (!e.scratch.reserve(static_cast<size_t>(e.cache->scratch_bytes(*plan, threads()).n))) {
+  if (!e.scratch.reserve(static_cast<size_t>(e.cache->scratch_bytes(*plan, threads(), model().n_head).n))) {
     return Status(Code::kNoMemory, "[step] no memory for the attention of " + std::to_string(n_tokens) + " tokens");
   }
 

@@ -31,6 +31,7 @@ struct ModelInfo {
   std::string name;
   int64_t n_layers = 0;
   int64_t n_embd = 0;
+  int64_t n_head = 0;  // query heads, the same in all layers
   int64_t vocab_size = 0;
   int64_t context_length = 0;  // trained context
   int64_t weight_bytes = 0;

@@ -76,6 +76,7 @@ Result<Inspected> inspect(const GgufFile& file) {
               .name = name->value_or(""),
               .n_layers = h->n_layers,
               .n_embd = h->n_embd,
+              .n_head = h->n_head,
               .vocab_size = h->vocab_size,
               .context_length = h->context_length,
               .weight_bytes = 0,

@@ -58,11 +58,12 @@ Result<std::vector<float>> step(Cache& cache, std::span<const StepRequest> reque
   if (!plan.ok()) return plan.status();
 
   std::vector<float> out(plan->n_tokens() * kQueryHeads * kHeadDim);
-  std::vector<CacheLine> scratch((cache.scratch_bytes(*plan, 1).n + 63) / 64);
+  std::vector<CacheLine> scratch((cache.scratch_bytes(*plan, 1, kQueryHeads).n + 63) / 64);
   for (int layer = 0; layer < kLayers; ++layer) {
     const Projections rows = project(layer, requests, *plan);  // the model's part: q, k, v
     const AttendArgs args{.plan = *plan,
                           .layer = layer,
+                          .num_q_heads = kQueryHeads,
                           .q = rows.q.data(),
                           .out = out.data(),
                           .scratch = std::as_writable_bytes(std::span(scratch))};
@@ -110,7 +111,6 @@ int main() {
                                                       .head_dim_k = kHeadDim,
                                                       .head_dim_v = kHeadDim,
                                                       .formats = {Format::kQ8, Format::kQ8}},
-                                            .num_q_heads = kQueryHeads,
                                             .layers = {0, 1}}},
                                 .block_size = Tokens(16),
                                 .num_blocks = Blocks(64)});

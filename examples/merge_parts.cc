@@ -45,8 +45,7 @@ struct Holder {
 
 // K and V: [n_tokens, kKvHeads, kHeadDim].
 Result<Holder> hold(std::span<const float> k, std::span<const float> v) {
-  auto cache = Cache::create(
-      {.groups = {{.shape = {kKvHeads, kHeadDim, kHeadDim, {}}, .num_q_heads = kQueryHeads, .layers = {0}}}});
+  auto cache = Cache::create({.groups = {{.shape = {kKvHeads, kHeadDim, kHeadDim, {}}, .layers = {0}}}});
   if (!cache.ok()) return cache.status();
   auto started = (*cache)->start({});
   if (!started.ok()) return started.status();
@@ -71,9 +70,10 @@ Result<State> attend_over(const Holder& part, std::span<const float> q) {
   const ReadRequest request{.sequence = part.sequence, .n_queries = Tokens(1)};  // at the last position: sees all
   auto plan = part.cache->plan_read({&request, 1});                              // stores nothing, needs no commit
   if (!plan.ok()) return plan.status();
-  std::vector<CacheLine> scratch((part.cache->scratch_bytes(*plan, 1).n + 63) / 64);
+  std::vector<CacheLine> scratch((part.cache->scratch_bytes(*plan, 1, kQueryHeads).n + 63) / 64);
   const AttendArgs args{.plan = *plan,
                         .layer = 0,
+                        .num_q_heads = kQueryHeads,
                         .q = q.data(),
                         .out = state.out.data(),
                         .lse = state.lse.data(),

@@ -59,8 +59,8 @@ Result<std::unique_ptr<Cache>> make_cache(ArenaOrder arena) {
                          .head_dim_k = kHeadDim,
                          .head_dim_v = kHeadDim,
                          .formats = {.k = Format::kQ8, .v = Format::kF16}};
-  const GroupSpec all{.shape = shape, .num_q_heads = 4, .layers = {3}};
-  const GroupSpec window{.shape = shape, .num_q_heads = 4, .sliding_window = kWindow, .layers = {0, 1, 2}};
+  const GroupSpec all{.shape = shape, .layers = {3}};
+  const GroupSpec window{.shape = shape, .sliding_window = kWindow, .layers = {0, 1, 2}};
   return Cache::create({.groups = {all, window},
                         .block_size = Tokens(kBlockSize),
                         .num_blocks = Blocks(32),         // there from the start: 512 tokens

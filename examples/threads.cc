@@ -43,7 +43,7 @@ Result<std::vector<float>> run_layers(Cache& cache, StepPlan& plan, int n_thread
   const std::vector<float> q = random_rows(1, n_tokens, kQueryHeads);
   const std::vector<float> k = random_rows(2, n_tokens, kKvHeads), v = random_rows(3, n_tokens, kKvHeads);
   std::vector<float> out(n_tokens * kQueryHeads * kHeadDim);
-  std::vector<CacheLine> scratch((cache.scratch_bytes(plan, n_threads).n + 63) / 64);
+  std::vector<CacheLine> scratch((cache.scratch_bytes(plan, n_threads, kQueryHeads).n + 63) / 64);
 
   std::barrier everybody(n_threads);
   std::vector<Status> statuses(n_threads);
@@ -53,6 +53,7 @@ Result<std::vector<float>> run_layers(Cache& cache, StepPlan& plan, int n_thread
     for (int layer = 0; layer < kLayers; ++layer) {
       const AttendArgs args{.plan = plan,
                             .layer = layer,
+                            .num_q_heads = kQueryHeads,
                             .q = q.data(),
                             .out = out.data(),
                             .scratch = std::as_writable_bytes(std::span(scratch))};
@@ -80,7 +81,6 @@ Result<std::vector<float>> prompt_on(int n_threads) {
                                                     .head_dim_k = kHeadDim,
                                                     .head_dim_v = kHeadDim,
                                                     .formats = {Format::kQ8, Format::kQ8}},
-                                          .num_q_heads = kQueryHeads,
                                           .layers = {0, 1}}}});
   if (!cache.ok()) return cache.status();
   std::vector<int32_t> prompt(kTokens);

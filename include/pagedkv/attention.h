@@ -38,6 +38,7 @@ struct KvRows {
 struct AttendArgs {
   const StepPlan& plan;
   int layer = 0;                 // the model's layer index
+  int64_t num_q_heads = 0;       // a multiple of the layer's KV heads; 0: equal to them
   const float* q = nullptr;      // [n_tokens, num_q_heads, head_dim_k]
   int64_t q_token_stride = 0;    // elements; 0: dense
   float* out = nullptr;          // [n_tokens, num_q_heads, head_dim_v], dense
@@ -46,7 +47,7 @@ struct AttendArgs {
   float softcap = 0;             // logits become softcap * tanh(logit / softcap) before the mask; 0: off
   int64_t sliding_window = 0;    // a window narrower than the group's; 0: the group's
   const float* sinks = nullptr;  // [num_q_heads] logits that join each row's denominator once; may be null
-  std::span<std::byte> scratch;  // Cache::scratch_bytes(plan, n_parts), 64-byte aligned, the same for all layers
+  std::span<std::byte> scratch;  // Cache::scratch_bytes, 64-byte aligned, the same for all layers
 };
 
 // Joins two partial results over disjoint keys into a: (out_a, lse_a) += (out_b, lse_b), row by row.

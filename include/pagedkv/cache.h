@@ -50,6 +50,9 @@ struct CacheOptions {
   std::string fingerprint;
   // How quantized formats are multiplied. Part of every key: deeper layers' K and V depend on it.
   QueryPath query_path = QueryPath::kAuto;
+  // Query heads for each KV head, where they are known by now: kAuto may choose better. The most of all layers;
+  // 0: not known, which counts as many. Calls may bring any number.
+  int64_t q_heads_per_kv_head = 0;
   // Kernel entry by name (scalar, neon, avx2, avx512, avx512_vnni); empty: PAGEDKV_ISA if set, else the best of
   // this machine.
   std::string isa;
@@ -173,9 +176,9 @@ class Cache {
   Status attend(const AttendArgs& args, Part part = {});
   // Joins the partial results into args.out and args.lse. Errors: those of attend.
   Status merge(const AttendArgs& args, Part part = {});
-  // Scratch for attend and merge of one layer of this plan, for up to n_parts parts. 0 for a plan that attend would
-  // refuse. Requires: n_parts >= 1.
-  Bytes scratch_bytes(const StepPlan& plan, int n_parts) const;
+  // Scratch for attend and merge of any layer of this plan, for up to n_parts parts and num_q_heads query heads (0:
+  // as many as KV heads). 0 for a plan that attend would refuse. Requires: n_parts >= 1, num_q_heads in range.
+  Bytes scratch_bytes(const StepPlan& plan, int n_parts, int64_t num_q_heads = 0) const;
 
   // Ends the step: each sequence grows by its accepted tokens (default: all of them), full blocks get their
   // keys, blocks behind a window or beyond the accepted length are given back.
@@ -188,10 +191,8 @@ class Cache {
   Result<std::vector<Status>> faults(const StepPlan& plan) const;
   // A plan that only reads: queries at each sequence's last n_queries positions over what is stored. It takes no
   // blocks and is never committed; after the next call that changes one of its sequences it is refused as kStale.
-  // num_q_heads: of these queries, for groups made without; 0: as the groups say.
-  // Errors: kStale, kInvalidArgument (more queries than tokens, head counts, or a window has dropped keys they
-  // see).
-  Result<StepPlan> plan_read(std::span<const ReadRequest> requests, int64_t num_q_heads = 0) const;
+  // Errors: kStale, kInvalidArgument (more queries than tokens, or a window has dropped keys they see).
+  Result<StepPlan> plan_read(std::span<const ReadRequest> requests) const;
 
   // --- views and figures -----------------------------------------------------------------------------------
   const CacheOptions& options() const;

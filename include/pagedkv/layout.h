@@ -20,7 +20,6 @@ const char* arena_order_name(ArenaOrder order);  // "block_major", "layer_major"
 // Layers that share block shape, format and lifetime rule.
 struct GroupSpec {
   LayerShape shape;
-  int64_t num_q_heads = 0;     // a multiple of shape.num_kv_heads; 0: equal to it
   int64_t sliding_window = 0;  // keys a query sees, its own position included; 0: all (full attention)
   std::vector<int> layers;     // the model's layer indices, in order; each layer belongs to one group
 };

@@ -200,7 +200,7 @@ class PagedKVCache:
             if len(shape) != 4 or shape[0] != len(self._sequences) or shape[3] != self._shape[2]:
                 raise ValueError(f"q is {list(shape)}, expected [{len(self._sequences)}, num_q_heads, n, "
                                  f"{self._shape[2]}]")
-            plan = self._pool.plan_read([(sequence, shape[2]) for sequence in self._sequences], shape[1])
+            plan = self._pool.plan_read([(sequence, shape[2]) for sequence in self._sequences])
             return _core.attend(plan, 0, q, scale=scale, sliding_window=sliding_window, softcap=softcap)
 
     @property

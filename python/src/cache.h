@@ -62,7 +62,6 @@ struct PyPlan {
   CachePtr cache;
   std::optional<StepPlan> plan;  // none: the step has ended
   bool reads_only = false;
-  int64_t num_q_heads = 0;  // of a read plan made for others than the group's; 0: the group's
   int64_t n_sequences, n_tokens;
 
   PyPlan(CachePtr owner, StepPlan made, bool reads)
@@ -83,7 +82,7 @@ struct PyPlan {
 
 // The parts of cache_binding.cc that make and read plans. Errors: as their Python names document.
 PyPlan reserve(const CachePtr& cache, nb::handle requests);
-PyPlan plan_read(const CachePtr& cache, nb::handle requests, int64_t num_q_heads);
+PyPlan plan_read(const CachePtr& cache, nb::handle requests);
 nb::tuple read_dense(PyCache& cache, PyPlan& plan, int64_t place, int layer, int64_t first, nb::handle out_k,
                      nb::handle out_v);
 void bind_plans(nb::module_& module);

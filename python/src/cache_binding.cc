@@ -24,9 +24,8 @@ LayerShape shape_of(int64_t num_kv_heads, int64_t head_dim, nb::handle head_dim_
 }
 
 GroupSpec make_group(std::vector<int> layers, int64_t num_kv_heads, int64_t head_dim, nb::handle head_dim_v,
-                     int64_t num_q_heads, int64_t sliding_window, nb::handle kv_quant) {
+                     int64_t sliding_window, nb::handle kv_quant) {
   return {.shape = shape_of(num_kv_heads, head_dim, head_dim_v, kv_quant),
-          .num_q_heads = num_q_heads,
           .sliding_window = sliding_window,
           .layers = std::move(layers)};
 }
@@ -68,7 +67,14 @@ CachePtr make_cache(nb::handle groups, nb::handle num_layers, nb::handle num_kv_
     std::vector<int> layers;
     for (int layer = 0; layer < int(n); ++layer) layers.push_back(layer);
     options.groups = {make_group(std::move(layers), nb::cast<int64_t>(num_kv_heads), nb::cast<int64_t>(head_dim),
-                                 head_dim_v, num_q_heads, sliding_window, kv_quant)};
+                                 head_dim_v, sliding_window, kv_quant)};
+  }
+  if (!options.groups.empty() && num_q_heads != 0) {
+    const int64_t heads = std::max<int64_t>(1, options.groups.front().shape.num_kv_heads);
+    if (num_q_heads < 0 || num_q_heads % heads != 0)
+      raise(invalid_argument(std::to_string(num_q_heads) + " query heads are no multiple of " +
+                             std::to_string(heads) + " KV heads"));
+    options.q_heads_per_kv_head = num_q_heads / heads;
   }
   auto made = std::make_shared<PyCache>();
   made->cache = check(without_gil([&] { return Cache::create(std::move(options)); }));
@@ -120,16 +126,14 @@ void bind_cache(nb::module_& m) {
       .def(
           "__init__",
           [](GroupSpec* self, std::vector<int> layers, int64_t num_kv_heads, int64_t head_dim,
-             nb::handle head_dim_v, int64_t num_q_heads, int64_t sliding_window, nb::handle kv_quant) {
-            new (self) GroupSpec(make_group(std::move(layers), num_kv_heads, head_dim, head_dim_v, num_q_heads,
-                                            sliding_window, kv_quant));
+             nb::handle head_dim_v, int64_t sliding_window, nb::handle kv_quant) {
+            new (self) GroupSpec(
+                make_group(std::move(layers), num_kv_heads, head_dim, head_dim_v, sliding_window, kv_quant));
           },
           nb::kw_only(), nb::arg("layers"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
-          nb::arg("head_dim_v") = nb::none(), nb::arg("num_q_heads") = 0, nb::arg("sliding_window") = 0,
-          nb::arg("kv_quant") = nb::none())
+          nb::arg("head_dim_v") = nb::none(), nb::arg("sliding_window") = 0, nb::arg("kv_quant") = nb::none())
       .def_prop_ro("layers", [](const GroupSpec& g) { return g.layers; })
       .def_prop_ro("num_kv_heads", [](const GroupSpec& g) { return g.shape.num_kv_heads; })
-      .def_prop_ro("num_q_heads", [](const GroupSpec& g) { return g.num_q_heads; })
       .def_prop_ro("head_dim", [](const GroupSpec& g) { return g.shape.head_dim_k; })
       .def_prop_ro("head_dim_v", [](const GroupSpec& g) { return g.shape.head_dim_v; })
       .def_prop_ro("sliding_window", [](const GroupSpec& g) { return g.sliding_window; })
@@ -242,7 +246,7 @@ void bind_cache(nb::module_& m) {
            "Takes the blocks of a step, or changes nothing.\n\n"
            "  requests  list of (sequence, n_tokens) or (sequence, token ids); ids make full blocks findable\n\n"
            "Errors: CapacityError (`need 214 tokens (14 blocks), have ...`), StaleError, ValueError.")
-      .def("plan_read", &plan_read, nb::arg("requests"), nb::arg("num_q_heads") = 0,
+      .def("plan_read", &plan_read, nb::arg("requests"),
            "A plan that only reads: queries at each sequence's last positions.\n\n"
            "  requests  list of (sequence, n_queries)")
       .def("tensors", &tensors, nb::arg("layer"),

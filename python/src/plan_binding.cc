@@ -117,8 +117,8 @@ nb::object attend(PyPlan& plan, int layer, nb::handle q, nb::handle out, nb::han
   PyCache& cache = *plan.cache;
   const GroupSpec& group = cache.group(layer);
   const int64_t n = plan.n_tokens;
-  const int64_t heads = plan.num_q_heads != 0 ? plan.num_q_heads : group.num_q_heads;
-  const QueriesIn queries(q, n, heads, group.shape.head_dim_k, cache.arrays);
+  const QueriesIn queries(q, n, kAny, group.shape.head_dim_k, cache.arrays);
+  const int64_t heads = queries.shape().num_heads;
   FloatsOut result(queries.shape(), group.shape.head_dim_v, queries.array(), out, "out", cache.arrays);
   std::optional<FloatsIn> sink_logits;
   if (!sinks.is_none()) sink_logits.emplace(sinks, "sinks", Extents{heads}, cache.arrays);
@@ -130,6 +130,7 @@ nb::object attend(PyPlan& plan, int layer, nb::handle q, nb::handle out, nb::han
     const StepPlan& step = *plan.plan;
     AttendArgs args{.plan = step,
                     .layer = layer,
+                    .num_q_heads = heads,
                     .q = queries.data(),
                     .q_token_stride = queries.token_stride(),
                     .out = result.data(),
@@ -140,7 +141,7 @@ nb::object attend(PyPlan& plan, int layer, nb::handle q, nb::handle out, nb::han
                     .sinks = sink_logits ? sink_logits->data() : nullptr};
     const int parts = attention_parts(step.query_start_loc(), step.seq_lens(),
                                       heads * (group.shape.head_dim_k + group.shape.head_dim_v));
-    args.scratch = cache.scratch.get(cache.cache->scratch_bytes(step, parts).n);
+    args.scratch = cache.scratch.get(cache.cache->scratch_bytes(step, parts, heads).n);
     Status status = run_parts(parts, [&](int part) { return cache.cache->attend(args, {part, parts}); });
     return status.ok() ? cache.cache->merge(args) : status;
   }));
@@ -173,16 +174,14 @@ PyPlan reserve(const CachePtr& self, nb::handle requests) {
   return {self, check(locked(*self, [&] { return self->cache->reserve(asked); })), false};
 }
 
-PyPlan plan_read(const CachePtr& self, nb::handle requests, int64_t num_q_heads) {
+PyPlan plan_read(const CachePtr& self, nb::handle requests) {
   std::vector<ReadRequest> asked;
   for (const PairIn& pair : pairs_of(requests, "n_queries")) {
     int64_t n_queries = 0;
     if (!nb::try_cast(pair.value, n_queries)) raise_type_error("n_queries is an integer");
     asked.push_back({id_of(*self, pair.sequence), Tokens(n_queries)});
   }
-  PyPlan plan(self, check(locked(*self, [&] { return self->cache->plan_read(asked, num_q_heads); })), true);
-  plan.num_q_heads = num_q_heads;
-  return plan;
+  return {self, check(locked(*self, [&] { return self->cache->plan_read(asked); })), true};
 }
 
 nb::tuple read_dense(PyCache& cache, PyPlan& plan, int64_t place, int layer, int64_t first, nb::handle out_k,

@@ -182,8 +182,7 @@ Result<BlockAttention> BlockAttention::plan(const BlockArrays& arrays, const Blo
   const auto entry = choose_entry(options.isa);
   if (!entry.ok()) return entry.status();
   auto impl = std::make_unique<Impl>();
-  const ProductPaths paths =
-      choose_paths(options.query_path, {.shape = arrays.shape, .num_q_heads = num_q_heads}, **entry);
+  const ProductPaths paths = choose_paths(options.query_path, arrays.shape.formats, num_q_heads / heads, **entry);
   impl->layer = *layer;
   impl->entry = *entry;
   impl->shape = {.num_q_heads = num_q_heads,
@@ -196,7 +195,7 @@ Result<BlockAttention> BlockAttention::plan(const BlockArrays& arrays, const Blo
                  .block_tables = tables.block_tables,
                  .seq_lens = tables.seq_lens,
                  .query_start_loc = tables.query_start_loc};
-  plan_work(impl->batch, impl->shape, heads, impl->work);
+  plan_work(impl->batch, options.sliding_window, heads, impl->work);
   return BlockAttention(std::move(impl));
 }
 

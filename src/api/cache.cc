@@ -88,7 +88,6 @@ Result<StepPlan> Cache::reserve(std::span<const StepRequest> requests) {
   plan->owner = impl_->id;
   plan->home = impl_;
   plan->read_only = false;
-  plan->num_q_heads = 0;
   if (Status status = impl_->core->reserve(requests, plan->arrays); !status.ok()) {
     impl_->spare = std::move(plan);
     return status;
@@ -99,15 +98,10 @@ Result<StepPlan> Cache::reserve(std::span<const StepRequest> requests) {
   return StepPlan(std::move(plan));
 }
 
-Result<StepPlan> Cache::plan_read(std::span<const ReadRequest> requests, int64_t num_q_heads) const {
-  for (const GroupSpec& spec : impl_->options.groups)
-    if (num_q_heads < 0 || num_q_heads > kMaxHeads || num_q_heads % spec.shape.num_kv_heads != 0)
-      return invalid_argument(str("[plan_read] ", num_q_heads, " query heads are no multiple of ",
-                                  spec.shape.num_kv_heads, " KV heads"));
+Result<StepPlan> Cache::plan_read(std::span<const ReadRequest> requests) const {
   auto plan = std::make_unique<StepPlan::Impl>();
   plan->owner = impl_->id;
   plan->read_only = true;
-  plan->num_q_heads = num_q_heads;
   if (Status status = impl_->core->read(requests, plan->arrays); !status.ok()) return status;
   impl_->plan_group_work(*plan);
   return StepPlan(std::move(plan));
@@ -143,7 +137,11 @@ Result<kernels::AttendCall> Cache::Impl::attend_call(const AttendArgs& args, Par
   if (!at.ok()) return at.status();
   const StepPlan::Impl& plan = args.plan.impl();
   if (Status status = check_plan(plan); !status.ok()) return status;
-  kernels::AttendShape attend_shape = shape(plan, at->group);
+  const int64_t kv_heads = options.groups[size_t(at->group)].shape.num_kv_heads;
+  if (args.num_q_heads < 0 || args.num_q_heads > kMaxHeads || args.num_q_heads % kv_heads != 0)
+    return invalid_argument(
+        str("[attend] ", args.num_q_heads, " query heads are no multiple of ", kv_heads, " KV heads"));
+  kernels::AttendShape attend_shape = shape(at->group, args.num_q_heads);
   if (args.sliding_window < 0 ||
       (attend_shape.sliding_window > 0 && args.sliding_window > attend_shape.sliding_window))
     return invalid_argument(
@@ -168,13 +166,14 @@ Status Cache::merge(const AttendArgs& args, Part part) {
   return Status();
 }
 
-Bytes Cache::scratch_bytes(const StepPlan& plan, int n_parts) const {
-  PKV_REQUIRES(n_parts >= 1);
-  if (!impl_->check_plan(plan.impl()).ok() || n_parts < 1) return Bytes(0);
+Bytes Cache::scratch_bytes(const StepPlan& plan, int n_parts, int64_t num_q_heads) const {
+  const bool sane = n_parts >= 1 && num_q_heads >= 0 && num_q_heads <= kMaxHeads;
+  PKV_REQUIRES(sane);
+  if (!sane || !impl_->check_plan(plan.impl()).ok()) return Bytes(0);
   int64_t most = 64;
   for (int g = 0; g < impl_->core->n_groups(); ++g)
     most =
-        std::max(most, impl_->attention(plan.impl(), {g, 0}, impl_->shape(plan.impl(), g)).scratch_bytes(n_parts));
+        std::max(most, impl_->attention(plan.impl(), {g, 0}, impl_->shape(g, num_q_heads)).scratch_bytes(n_parts));
   return Bytes(most);
 }
 

@@ -87,9 +87,10 @@ struct Cache::Impl : StepPlan::Impl::Home {
     return known;
   }
   const kernels::LayerStore& store(LayerPlace at) const { return stores[size_t(at.group)][size_t(at.index)]; }
-  kernels::AttendShape shape(const StepPlan::Impl& plan, int group) const {
+  // num_q_heads: 0: as many as the group has KV heads.
+  kernels::AttendShape shape(int group, int64_t num_q_heads) const {
     const GroupSpec& spec = options.groups[size_t(group)];
-    return {.num_q_heads = plan.num_q_heads != 0 ? plan.num_q_heads : spec.num_q_heads,
+    return {.num_q_heads = num_q_heads != 0 ? num_q_heads : spec.shape.num_kv_heads,
             .sliding_window = spec.sliding_window,
             .k_codes = paths[size_t(group)].k_codes,
             .v_codes = paths[size_t(group)].v_codes};
@@ -120,7 +121,8 @@ struct Cache::Impl : StepPlan::Impl::Home {
   void plan_group_work(StepPlan::Impl& plan) const {
     plan.work.resize(options.groups.size());
     for (size_t g = 0; g < plan.work.size(); ++g)
-      plan_work(plan.batch(g), shape(plan, int(g)), options.groups[g].shape.num_kv_heads, plan.work[g]);
+      plan_work(plan.batch(g), options.groups[g].sliding_window, options.groups[g].shape.num_kv_heads,
+                plan.work[g]);
   }
 };
 

@@ -39,7 +39,8 @@ Status check_options(const CacheOptions& options) {
                              {"kv_memory", options.kv_memory.n, 0, kMaxKvMemory},
                              {"max_context", options.max_context.n, 0, kMaxTokens},
                              {"longest_chunk", options.longest_chunk.n, 1, kMaxBlocks},
-                             {"max_sequences", options.max_sequences, 1, kMaxBlocks / 64}}) {
+                             {"max_sequences", options.max_sequences, 1, kMaxBlocks / 64},
+                             {"q_heads_per_kv_head", options.q_heads_per_kv_head, 0, kMaxHeads}}) {
     if (range.value < range.low)
       return invalid_argument(
           str("[cache] ", range.what, " is ", range.value, ", at least ", range.low, " is needed"));
@@ -204,8 +205,6 @@ Result<std::unique_ptr<Cache>> Cache::create(CacheOptions options) {
   const auto entry = choose_entry(options.isa);
   if (!entry.ok()) return entry.status();
   if (options.kv_memory.n == 0) options.kv_memory = Bytes(memory_limit() / 2);
-  for (GroupSpec& group : options.groups)
-    if (group.num_q_heads == 0) group.num_q_heads = group.shape.num_kv_heads;
   auto drafts = draft_groups(options);
   if (!drafts.ok()) return drafts.status();
   auto layers = place_layers(options.groups);
@@ -215,7 +214,8 @@ Result<std::unique_ptr<Cache>> Cache::create(CacheOptions options) {
   impl->entry = *entry;
   impl->layers = std::move(*layers);
   for (const GroupSpec& group : options.groups)
-    impl->paths.push_back(choose_paths(options.query_path, group, *impl->entry));
+    impl->paths.push_back(
+        choose_paths(options.query_path, group.shape.formats, options.q_heads_per_kv_head, *impl->entry));
   impl->descriptor = descriptor_of(options, impl->paths);
   impl->options = std::move(options);
   if (Status status = impl->reserve_arenas(std::move(*drafts)); !status.ok()) return status;

@@ -26,7 +26,8 @@ struct LayerAttention {
   const kernels::Entry& entry;
 
   int64_t partial_bytes() const {
-    return work.n_partials * kernels::partial_floats(layer.v.head_dim) * int64_t(sizeof(float));
+    return work.partial_rows * shape.num_q_heads * kernels::partial_floats(layer.v.head_dim) *
+           int64_t(sizeof(float));
   }
   int64_t part_bytes() const { return entry.part_scratch_bytes(layer, shape); }
   int64_t scratch_bytes(int n_parts) const { return partial_bytes() + part_bytes() * n_parts; }

@@ -41,7 +41,6 @@ struct PagedKVCache::Impl {
   LayerShape shape;              // from the first write
   std::unique_ptr<Cache> cache;  // null until then
   SequenceId sequence;
-  int64_t num_q_heads = 0;  // what the cache is made for; 0: not yet known
 
   Status open(const HeadMajorRows& keys, const HeadMajorRows& values);
   Status check(const HeadMajorRows& keys, const HeadMajorRows& values) const;
@@ -164,7 +163,7 @@ Result<std::vector<float>> PagedKVCache::paged_attention(const HeadMajorRows& q,
     return invalid_argument(str("[paged_attention] sliding_window is ", options.sliding_window));
   Cache& cache = *impl_->cache;
   const ReadRequest request{impl_->sequence, Tokens(q.n_tokens)};
-  auto plan = cache.plan_read({&request, 1}, q.num_kv_heads);
+  auto plan = cache.plan_read({&request, 1});
   if (!plan.ok()) return plan.status();
   const int64_t n = q.n_tokens, heads = q.num_kv_heads;
   std::vector<float> token_major(size_t(n * heads * q.head_dim)), out(size_t(n * heads * shape.head_dim_v));
@@ -172,9 +171,10 @@ Result<std::vector<float>> PagedKVCache::paged_attention(const HeadMajorRows& q,
     for (int64_t t = 0; t < n; ++t)
       std::copy_n(q.data + (h * n + t) * q.head_dim, q.head_dim,
                   token_major.begin() + (t * heads + h) * q.head_dim);
-  const Bytes bytes = cache.scratch_bytes(*plan, 1);
+  const Bytes bytes = cache.scratch_bytes(*plan, 1, heads);
   const Scratch scratch = make_scratch(bytes);
   const AttendArgs args{.plan = *plan,
+                        .num_q_heads = heads,
                         .q = token_major.data(),
                         .out = out.data(),
                         .scale = options.scale,

@@ -11,6 +11,8 @@ struct ProductPaths {
   bool k_codes = false, v_codes = false;
 };
 
-ProductPaths choose_paths(QueryPath asked, const GroupSpec& group, const kernels::Entry& entry);
+// q_heads_per_kv_head: 0: not known.
+ProductPaths choose_paths(QueryPath asked, const KvQuantConfig& formats, int64_t q_heads_per_kv_head,
+                          const kernels::Entry& entry);
 
 }  // namespace pagedkv

@@ -24,7 +24,6 @@ struct StepPlan::Impl {
   std::vector<Work> work;        // per group
   std::vector<uint64_t> faults;  // per sequence: kernels::kNoFault or its first row that is not finite
   uint64_t owner = 0;            // Cache::Impl::id of the cache that made it; 0: none
-  int64_t num_q_heads = 0;       // of this plan's queries; 0: as the groups say
   bool read_only = false;        // made by plan_read: nothing to append or commit
   std::weak_ptr<Home> home;      // of a plan that writes
 

@@ -23,10 +23,10 @@ Keys visible(int64_t first, int64_t last, int64_t window) {
 
 }  // namespace
 
-void plan_work(const kernels::Batch& batch, const kernels::AttendShape& shape, int64_t num_kv_heads, Work& work) {
+void plan_work(const kernels::Batch& batch, int64_t sliding_window, int64_t num_kv_heads, Work& work) {
   work.items.clear();
   work.merges.clear();
-  work.total_cost = work.n_partials = 0;
+  work.total_cost = work.partial_rows = 0;
   const auto add = [&](kernels::WorkItem item) {
     item.cost_before = work.total_cost;
     work.total_cost += item.cost * num_kv_heads;
@@ -37,12 +37,12 @@ void plan_work(const kernels::Batch& batch, const kernels::AttendShape& shape, i
     const int64_t n_rows = row_end - row_begin;
     const int64_t first_position = batch.seq_lens[sequence] - n_rows;
     if (n_rows <= 0) continue;
-    const Keys keys = visible(first_position, first_position + n_rows - 1, shape.sliding_window);
+    const Keys keys = visible(first_position, first_position + n_rows - 1, sliding_window);
     const auto run_begin = int32_t(keys.begin / kRunTokens);
     const auto run_end = int32_t((keys.end + kRunTokens - 1) / kRunTokens);
 
     if (n_rows <= kernels::kMaxSplitRows && run_end - run_begin > 1) {
-      work.merges.push_back({sequence, row_begin, row_end, run_begin, run_end, work.n_partials});
+      work.merges.push_back({sequence, row_begin, row_end, run_begin, run_end, work.partial_rows});
       for (int32_t run = run_begin; run < run_end; ++run) {
         const int64_t n_keys = std::min(keys.end, (run + 1) * kRunTokens) - std::max(keys.begin, run * kRunTokens);
         add({.sequence = sequence,
@@ -50,16 +50,16 @@ void plan_work(const kernels::Batch& batch, const kernels::AttendShape& shape, i
              .row_end = row_end,
              .run_begin = run,
              .run_end = run + 1,
-             .partial = work.n_partials,
+             .partial = work.partial_rows,
              .cost = cost_of(n_rows, n_keys)});
-        work.n_partials += n_rows * shape.num_q_heads;
+        work.partial_rows += n_rows;
       }
       continue;
     }
     for (int32_t row = row_begin; row < row_end; row += int32_t(kernels::kRowTile)) {
       const int32_t tile_end = std::min(row_end, row + int32_t(kernels::kRowTile));
       const int64_t first = first_position + row - row_begin, last = first_position + tile_end - 1 - row_begin;
-      const Keys tile = visible(first, last, shape.sliding_window);
+      const Keys tile = visible(first, last, sliding_window);
       // Causal rows see half of the last keys on average.
       const int64_t n_keys = tile.end - tile.begin - std::min<int64_t>(tile.end, tile_end - row) / 2;
       add({.sequence = sequence,

@@ -11,12 +11,13 @@ namespace pagedkv {
 struct Work {
   std::vector<kernels::WorkItem> items;
   std::vector<kernels::MergeItem> merges;
-  int64_t total_cost = 0;  // AttendCall::total_cost
-  int64_t n_partials = 0;  // rows of AttendCall::partials
+  int64_t total_cost = 0;    // AttendCall::total_cost
+  int64_t partial_rows = 0;  // each has a partial of every query head
 };
 
 // Replaces what `work` holds, reusing its memory. Every new token of every sequence is in exactly one item, or,
-// where its sequence is split, in one item a run. Only batch's sizes, seq_lens and query_start_loc are read.
-void plan_work(const kernels::Batch& batch, const kernels::AttendShape& shape, int64_t num_kv_heads, Work& work);
+// where its sequence is split, in one item a run. Only batch's sizes, seq_lens and query_start_loc are read. How
+// many query heads there are comes with the call: it changes how much each item costs, not how they compare.
+void plan_work(const kernels::Batch& batch, int64_t sliding_window, int64_t num_kv_heads, Work& work);
 
 }  // namespace pagedkv

@@ -517,7 +517,7 @@ class Attention {
       for (int64_t token = block.token_begin; token < block.token_end; ++token) {
         for (int64_t q_head = h * group_; q_head < (h + 1) * group_; ++q_head, ++row, acc += scratch_.dv) {
           if (block.item->partial >= 0) {
-            const int64_t index = block.item->partial + (token - block.item->row_begin) * q_heads + q_head;
+            const int64_t index = (block.item->partial + token - block.item->row_begin) * q_heads + q_head;
             float* partial = call_.partials + index * partial_floats(v_.head_dim);
             float* state = partial + partial_floats(v_.head_dim) - 16;
             __builtin_memcpy(partial, acc, size_t(scratch_.dv) * sizeof(float));
@@ -583,7 +583,7 @@ void merge(const AttendCall& call, Part part) {
       RowState state{-kInf, 0};
       __builtin_memset(acc, 0, size_t(padded) * sizeof(float));
       for (int64_t run = item.run_begin; run < item.run_end; ++run) {
-        const int64_t index = item.partial_begin + (run - item.run_begin) * n + row;
+        const int64_t index = item.partial_begin * q_heads + (run - item.run_begin) * n + row;
         const float* partial = call.partials + index * stride;
         fold_run(acc, state, partial, {partial[stride - 16], partial[stride - 15]}, padded);
       }

@@ -77,18 +77,18 @@ struct WorkItem {
   int32_t sequence = 0;
   int32_t row_begin = 0, row_end = 0;
   int32_t run_begin = 0, run_end = 0;
-  int64_t partial = -1;     // index of the item's first partial: + row * num_q_heads + q_head; -1: unsplit
+  int64_t partial = -1;     // the first of its rows of partials, one partial a query head each; -1: unsplit
   int64_t cost = 0;         // of one KV head: about token-rows
   int64_t cost_before = 0;  // of all items before this one, all their KV heads
 };
 
 // A split sequence's rows, to be merged: partials of (row, q head) for its runs.
-//   partial index = partial_begin + ((run - run_begin) * n_rows + row) * num_q_heads + q_head
+//   partial index = (partial_begin + (run - run_begin) * n_rows + row) * num_q_heads + q_head
 struct MergeItem {
   int32_t sequence = 0;
   int32_t row_begin = 0, row_end = 0;
   int32_t run_begin = 0, run_end = 0;
-  int64_t partial_begin = 0;
+  int64_t partial_begin = 0;  // row of partials
 };
 
 struct AttendShape {
@@ -116,7 +116,7 @@ struct AttendCall {
   float* lse = nullptr;        // [n_tokens, num_q_heads] or null; a sink is in it, if the row sees any key
   float scale = 1, softcap = 0;
   const float* sinks = nullptr;
-  float* partials = nullptr;          // [n_partials, partial_floats(head_dim_v)], 64-byte aligned
+  float* partials = nullptr;          // [partial rows, num_q_heads, partial_floats(head_dim_v)], 64-byte aligned
   std::byte* part_scratch = nullptr;  // [n_parts, part_scratch_bytes], 64-byte aligned
   int64_t part_scratch_bytes = 0;
 };

@@ -22,16 +22,11 @@ Status check_group(const GroupSpec& group, int64_t block_size) {
   for (const Status& status :
        {check_range("block_size", block_size, 1, kMaxBlockSize),
         check_range("num_kv_heads", shape.num_kv_heads, 1, kMaxHeads),
-        check_range("num_q_heads", group.num_q_heads, 0, kMaxHeads),
         check_range("head_dim of K", shape.head_dim_k, 1, kMaxHeadDim),
         check_range("head_dim of V", shape.head_dim_v, 1, kMaxHeadDim),
         check_range("number of layers in a group", int64_t(group.layers.size()), 1, kMaxLayers),
         check_range("sliding_window", group.sliding_window, 0, int64_t{1} << 31)}) {
     if (!status.ok()) return status;
-  }
-  if (group.num_q_heads % shape.num_kv_heads != 0) {
-    return invalid_argument(
-        str("[cache] ", group.num_q_heads, " query heads are no multiple of ", shape.num_kv_heads, " KV heads"));
   }
   if (Status status = check_head_dim(shape.formats.k, shape.head_dim_k); !status.ok()) return status;
   return check_head_dim(shape.formats.v, shape.head_dim_v);

@@ -36,11 +36,10 @@ struct Scratch {
 };
 
 std::unique_ptr<Cache> make_cache(Format format, int64_t num_blocks = 64) {
-  auto cache =
-      Cache::create({.groups = {{.shape = {kHeads, kDim, kDim, {format, format}}, .num_q_heads = 4, .layers = {0}}},
-                     .num_blocks = Blocks(num_blocks),
-                     .kv_memory = Bytes(int64_t{256} << 20),
-                     .prefix_sharing = false});
+  auto cache = Cache::create({.groups = {{.shape = {kHeads, kDim, kDim, {format, format}}, .layers = {0}}},
+                              .num_blocks = Blocks(num_blocks),
+                              .kv_memory = Bytes(int64_t{256} << 20),
+                              .prefix_sharing = false});
   return std::move(cache).value();
 }
 
@@ -64,8 +63,9 @@ TEST(BlockArrays, ReadByTablesTheTensorsOfACacheGiveItsBits) {
     ASSERT_TRUE(reading.ok());
     const auto q = random_rows(6, 3);
     std::vector<float> expected(3 * 4 * kDim), expected_lse(12), out(expected.size()), lse(12);
-    const Scratch scratch(cache->scratch_bytes(*reading, 1));
+    const Scratch scratch(cache->scratch_bytes(*reading, 1, 4));
     const AttendArgs args{.plan = *reading,
+                          .num_q_heads = 4,
                           .q = q.data(),
                           .out = expected.data(),
                           .lse = expected_lse.data(),

@@ -289,7 +289,7 @@ TEST(Errors, NotFiniteRowsRejectTheirSequenceAloneWithLayerHeadAndPosition) {  /
 }
 
 TEST(Errors, SizesThatCannotWorkAreRefusedAtCreationWithTheirLimit) {
-  const GroupSpec group{.shape = {2, 64, 64, {}}, .num_q_heads = 4, .layers = {0}};
+  const GroupSpec group{.shape = {2, 64, 64, {}}, .layers = {0}};
   const auto refused = [](CacheOptions options) {
     auto made = Cache::create(std::move(options));
     EXPECT_FALSE(made.ok());
@@ -306,9 +306,8 @@ TEST(Errors, SizesThatCannotWorkAreRefusedAtCreationWithTheirLimit) {
       std::string::npos);
   EXPECT_NE(refused({}).find("no groups"), std::string::npos);
   EXPECT_NE(refused({.groups = {group, group}}).find("layer 0 is in two groups"), std::string::npos);
-  GroupSpec bad = group;
-  bad.num_q_heads = 3;
-  EXPECT_NE(refused({.groups = {bad}}).find("3 query heads"), std::string::npos);
+  EXPECT_NE(refused({.groups = {group}, .q_heads_per_kv_head = -1}).find("q_heads_per_kv_head is -1"),
+            std::string::npos);
 }
 
 TEST(Errors, APlanOfAnotherCacheOrAnEndedStepIsRefused) {
@@ -328,7 +327,7 @@ TEST(Errors, APlanOfAnotherCacheOrAnEndedStepIsRefused) {
 }
 
 TEST(Errors, SizesPastWhatCanBeCountedAreRefusedWithTheLimit) {
-  const GroupSpec group{.shape = {2, 64, 64, {}}, .num_q_heads = 4, .layers = {0}};
+  const GroupSpec group{.shape = {2, 64, 64, {}}, .layers = {0}};
   const auto refused = [](CacheOptions options) {
     auto made = Cache::create(std::move(options));
     EXPECT_FALSE(made.ok());
@@ -407,8 +406,9 @@ TEST(Errors, APlanThatReadsIsStaleAfterAChangeAndNeverWrites) {
   auto plan = d.cache->plan_read({&request, 1});
   ASSERT_TRUE(plan.ok());
   alignas(64) static std::byte scratch[1 << 19];
-  ASSERT_LE(d.cache->scratch_bytes(*plan, 1).n, int64_t(sizeof scratch));
-  const AttendArgs args{.plan = *plan, .q = q.data(), .out = out.data(), .scratch = scratch};
+  ASSERT_LE(d.cache->scratch_bytes(*plan, 1, d.o.heads_q).n, int64_t(sizeof scratch));
+  const AttendArgs args{
+      .plan = *plan, .num_q_heads = d.o.heads_q, .q = q.data(), .out = out.data(), .scratch = scratch};
   EXPECT_TRUE(d.cache->attend(args).ok());
   EXPECT_TRUE(d.cache->merge(args).ok());
 

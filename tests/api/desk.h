@@ -36,8 +36,7 @@ using Outputs = std::vector<std::vector<float>>;  // per layer, [n_tokens, heads
 class Desk {
  public:
   explicit Desk(const DeskOptions& options) : o(options) {
-    GroupSpec group{
-        .shape = {o.heads_kv, o.dk, o.dv, o.formats}, .num_q_heads = o.heads_q, .sliding_window = o.window};
+    GroupSpec group{.shape = {o.heads_kv, o.dk, o.dv, o.formats}, .sliding_window = o.window};
     for (int l = 0; l < o.layers; ++l) group.layers.push_back(l);
     auto made = Cache::create({.groups = {group},
                                .block_size = Tokens(o.block_size),
@@ -78,7 +77,7 @@ class Desk {
     auto plan = cache->reserve(requests);
     last = plan.status();
     if (!plan.ok()) return {};
-    std::vector<float> scratch(size_t(cache->scratch_bytes(*plan, o.threads).n) / 4 + 32);
+    std::vector<float> scratch(size_t(cache->scratch_bytes(*plan, o.threads, o.heads_q).n) / 4 + 32);
     std::byte* aligned = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
     std::map<std::string, Outputs> outputs;
     for (int layer = 0; layer < o.layers; ++layer) {
@@ -91,9 +90,10 @@ class Desk {
       std::vector<float> out(size_t(plan->n_tokens() * o.heads_q * o.dv), NAN);
       const AttendArgs args{.plan = *plan,
                             .layer = layer,
+                            .num_q_heads = o.heads_q,
                             .q = q.data(),
                             .out = out.data(),
-                            .scratch = {aligned, size_t(cache->scratch_bytes(*plan, o.threads).n)}};
+                            .scratch = {aligned, size_t(cache->scratch_bytes(*plan, o.threads, o.heads_q).n)}};
       parts([&](Part part) { EXPECT_TRUE(cache->append(*plan, layer, {k.data()}, {v.data()}, part).ok()); });
       parts([&](Part part) { EXPECT_TRUE(cache->attend(args, part).ok()); });
       parts([&](Part part) { EXPECT_TRUE(cache->merge(args, part).ok()); });

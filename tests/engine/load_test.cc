@@ -61,7 +61,7 @@ TEST(ModelInfo, TellsWhatTheHeaderSays) {
   ASSERT_EQ(info->groups.size(), 1u);
   const GroupSpec& group = info->groups[0];
   EXPECT_EQ(group.shape.num_kv_heads, 1);
-  EXPECT_EQ(group.num_q_heads, 3);
+  EXPECT_EQ(info->n_head, 3);
   EXPECT_EQ(group.shape.head_dim_k, 64);
   EXPECT_EQ(group.shape.head_dim_v, 64);
   EXPECT_EQ(group.sliding_window, 0);

@@ -166,7 +166,6 @@ int run(FuzzedDataProvider& input) {
   group.shape.num_kv_heads = number(9);
   group.shape.head_dim_k = number(300);
   group.shape.head_dim_v = number(300);
-  if (input.ConsumeBool()) group.num_q_heads = number(64);
   if (input.ConsumeBool()) group.sliding_window = number(5000);
   const int n_layers = input.ConsumeIntegralInRange(0, 4);
   for (int i = 0; i < n_layers; ++i) group.layers.push_back(i);

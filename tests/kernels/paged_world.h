@@ -247,8 +247,8 @@ class World {
                                      .k_codes = spec_.k_codes,
                                      .v_codes = spec_.v_codes};
     Work work;
-    plan_work(a.batch(), shape, spec_.num_kv_heads, work);
-    std::vector<float> partials(size_t(work.n_partials * kernels::partial_floats(d)), kNan);
+    plan_work(a.batch(), spec_.sliding_window, spec_.num_kv_heads, work);
+    std::vector<float> partials(size_t(work.partial_rows * q_heads() * kernels::partial_floats(d)), kNan);
     const int64_t scratch_bytes = spec_.entry.part_scratch_bytes(layer_, shape);
     EXPECT_EQ(scratch_bytes % 64, 0);
     std::vector<float> scratch(size_t(scratch_bytes * parts) / 4 + 16, kNan);

@@ -55,7 +55,7 @@ TEST(Sparse, BlocksPastTwoToThe31ElementsHoldTheirOwnRows) {  // O-NUM-07
 
     Work work;
     const kernels::AttendShape shape{.num_q_heads = kHeads};
-    plan_work(batch, shape, kHeads, work);
+    plan_work(batch, 0, kHeads, work);
     const int64_t scratch_bytes = entry.part_scratch_bytes(layer, shape);
     std::vector<std::byte> scratch(size_t(scratch_bytes + 64));
     std::vector<float> out(values.size(), kNan);

@@ -69,8 +69,8 @@ def test_softcap_sinks_scale_and_window_mean_what_they_mean():
 
 def test_groups_have_their_own_heads_formats_and_windows():
     cache = pagedkv.Cache(groups=[
-        pagedkv.Group(layers=[0, 2], num_kv_heads=2, head_dim=32, num_q_heads=4, kv_quant="q8"),
-        pagedkv.Group(layers=[1], num_kv_heads=1, head_dim=64, num_q_heads=4, sliding_window=8, kv_quant="f32"),
+        pagedkv.Group(layers=[0, 2], num_kv_heads=2, head_dim=32, kv_quant="q8"),
+        pagedkv.Group(layers=[1], num_kv_heads=1, head_dim=64, sliding_window=8, kv_quant="f32"),
     ], block_size=4, num_blocks=32, longest_chunk=16)
     assert [g.layers for g in cache.groups] == [[0, 2], [1]] and cache.groups[1].sliding_window == 8
     assert cache.groups[0].bytes_per_token == 2 * pagedkv.bytes_per_token("q8", 2, 32)

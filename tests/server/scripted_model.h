@@ -89,8 +89,7 @@ class ScriptedModel : public StepModel {
  public:
   static std::unique_ptr<ScriptedModel> make(const ScriptedOptions& options) {
     GroupSpec group{
-        .shape = {.num_kv_heads = 1, .head_dim_k = 16, .head_dim_v = 16, .formats = {Format::kF32, Format::kF32}},
-        .num_q_heads = 1};
+        .shape = {.num_kv_heads = 1, .head_dim_k = 16, .head_dim_v = 16, .formats = {Format::kF32, Format::kF32}}};
     group.layers.push_back(0);
     auto cache = Cache::create({.groups = {group},
                                 .block_size = Tokens(options.block_size),

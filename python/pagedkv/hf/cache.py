@@ -345,11 +345,13 @@ class PagedCache(Cache):
             groups = {}
             for layer, shape in self._shapes.items():
                 groups.setdefault(shape, []).append(layer)
+            query_heads = {shape.num_q_heads // shape.num_kv_heads for shape in groups}
+            if len(query_heads) == 1:
+                options = {"num_q_heads": query_heads.pop() * next(iter(groups)).num_kv_heads} | options
             # Tokens come without ids, so nothing could ever be found again by prefix: no keys.
             self._core = pagedkv.Cache(
                 [pagedkv.Group(layers=layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
-                               head_dim_v=shape.head_dim_v, num_q_heads=shape.num_q_heads,
-                               sliding_window=shape.window, kv_quant=self._kv_quant)
+                               head_dim_v=shape.head_dim_v, sliding_window=shape.window, kv_quant=self._kv_quant)
                  for shape, layers in groups.items()],
                 prefix_sharing=False, fingerprint=self._fingerprint, **options)
             self._group_of = {layer: group for group, layers in enumerate(groups.values()) for layer in layers}

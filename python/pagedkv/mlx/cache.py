@@ -362,21 +362,13 @@ class PagedPromptCache(PagedKVCache):
             if self.sliding_window is not None:
                 window = self.sliding_window if window is None else min(window, self.sliding_window)
             options = {"scale": scale, "sliding_window": window}
-            n, num_q_heads = q.shape[2], q.shape[1]
+            n = q.shape[2]
             if n != self._n_new or n == 1:
                 self._settle()
             if self._plan is None:
-                plan = self._pool.plan_read([(sequence, n) for sequence in self._sequences], num_q_heads)
+                plan = self._pool.plan_read([(sequence, n) for sequence in self._sequences])
                 return _core.attend(plan, 0, q, sinks=sinks, **options)
-            # A step attends with as many query heads as its pool was made for, and the pool was made when K and V
-            # came, before the queries: with one query head for each KV head. So each of a group takes its turn.
-            heads = self._shape[1]
-            groups = q.reshape(q.shape[0], heads, num_q_heads // heads, n, q.shape[3])
-            turns = []
-            for turn in range(num_q_heads // heads):
-                own_sinks = None if sinks is None else sinks.reshape(heads, -1)[:, turn]
-                turns.append(_core.attend(self._plan, 0, groups[:, :, turn], sinks=own_sinks, **options))
-            return mx.stack(turns, axis=2).reshape(*q.shape[:3], -1)
+            return _core.attend(self._plan, 0, q, sinks=sinks, **options)
 
     def _restore(self, keys, values, offset):
         """Fills an empty cache with its newest rows, dense, up to position `offset`."""
