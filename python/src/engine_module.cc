@@ -15,6 +15,7 @@
 #include "engine/engine.h"
 #include "engine/scheduler.h"
 #include "errors.h"
+#include "options.h"
 
 namespace pagedkv::python {
 namespace {
@@ -94,22 +95,33 @@ struct Request {
   }
 };
 
-std::shared_ptr<Model> load(const std::string& path, const std::string& kv_quant, int64_t context, int threads,
-                            int64_t block_size, int64_t num_blocks, int64_t kv_memory, bool dynamic, int64_t chunk,
-                            int64_t max_num_seqs, int64_t max_queue, const std::string& query_path,
-                            bool reproducible, nb::object progress) {
-  engine::EngineOptions options{.model_path = path,
-                                .context = Tokens(context),
-                                .threads = threads,
-                                .kv_formats = check(parse_kv_quant(kv_quant)),
-                                .block_size = Tokens(block_size),
-                                .num_blocks = Blocks(num_blocks),
-                                .kv_memory = Bytes(kv_memory),
-                                .dynamic = dynamic,
-                                .query_path = check(parse_query_path(query_path)),
-                                .chunk = Tokens(chunk),
-                                .max_sequences = max_num_seqs,
-                                .reproducible = reproducible};
+struct LoadArgs {
+  engine::EngineOptions engine{.max_sequences = 8};
+  int64_t max_queue = 1024;
+  nb::object progress = nb::none();
+};
+constexpr Field<LoadArgs> kLoadFields[] = {
+    {"kv_quant", &field<&LoadArgs::engine, &engine::EngineOptions::kv_formats>},
+    {"context", &field<&LoadArgs::engine, &engine::EngineOptions::context>},
+    {"threads", &field<&LoadArgs::engine, &engine::EngineOptions::threads>},
+    {"block_size", &field<&LoadArgs::engine, &engine::EngineOptions::block_size>},
+    {"num_blocks", &field<&LoadArgs::engine, &engine::EngineOptions::num_blocks>},
+    {"kv_memory", &field<&LoadArgs::engine, &engine::EngineOptions::kv_memory>},
+    {"dynamic", &field<&LoadArgs::engine, &engine::EngineOptions::dynamic>},
+    {"chunk", &field<&LoadArgs::engine, &engine::EngineOptions::chunk>},
+    {"max_num_seqs", &field<&LoadArgs::engine, &engine::EngineOptions::max_sequences>},
+    {"max_queue", &field<&LoadArgs::max_queue>},
+    {"query_path", &field<&LoadArgs::engine, &engine::EngineOptions::query_path>},
+    {"reproducible", &field<&LoadArgs::engine, &engine::EngineOptions::reproducible>},
+    {"progress", &field<&LoadArgs::progress>},
+};
+
+std::shared_ptr<Model> load(const std::string& path, const nb::kwargs& given) {
+  LoadArgs args;
+  read_options("LLM", given, kLoadFields, args);
+  engine::EngineOptions& options = args.engine;
+  options.model_path = path;
+  const nb::object& progress = args.progress;
   bool interrupted = false;
   if (!progress.is_none())
     options.progress = [&](double fraction) {
@@ -126,36 +138,49 @@ std::shared_ptr<Model> load(const std::string& path, const std::string& kv_quant
   auto engine = without_gil([&] { return engine::Engine::load(options); });
   if (interrupted) throw nb::python_error();
   model->engine = check(std::move(engine));
-  model->scheduler = check(engine::Scheduler::start(
-      *model->engine,
-      {.max_num_seqs = max_num_seqs, .max_num_batched_tokens = Tokens(chunk), .max_queue = max_queue}));
+  model->scheduler = check(engine::Scheduler::start(*model->engine, {.max_num_seqs = options.max_sequences,
+                                                                     .max_num_batched_tokens = options.chunk,
+                                                                     .max_queue = args.max_queue}));
   warn_of_notices();
   return model;
 }
 
-Request submit(const std::shared_ptr<Model>& model, std::vector<int32_t> prompt, int64_t max_tokens,
-               float temperature, int top_k, float top_p, float min_p, float repeat_penalty, float presence_penalty,
-               float frequency_penalty, std::vector<std::pair<int32_t, float>> logit_bias, uint64_t seed,
-               std::vector<std::string> stop, int64_t n, std::string grammar, bool ignore_end, bool own_text,
-               std::string name_space) {
+using engine::AnswerOptions;
+using engine::SamplingOptions;
+using engine::ServeRequest;
+template <auto member>
+void sampling(ServeRequest& request, const Argument& argument) {
+  field<&ServeRequest::answer, &AnswerOptions::sampling, member>(request, argument);
+}
+constexpr Field<ServeRequest> kRequestFields[] = {
+    {"max_tokens", &field<&ServeRequest::answer, &AnswerOptions::max_tokens>},
+    {"temperature", &sampling<&SamplingOptions::temperature>},
+    {"top_k", &sampling<&SamplingOptions::top_k>},
+    {"top_p", &sampling<&SamplingOptions::top_p>},
+    {"min_p", &sampling<&SamplingOptions::min_p>},
+    {"repeat_penalty", &sampling<&SamplingOptions::repeat_penalty>},
+    {"presence_penalty", &sampling<&SamplingOptions::presence_penalty>},
+    {"frequency_penalty", &sampling<&SamplingOptions::frequency_penalty>},
+    {"logit_bias", &sampling<&SamplingOptions::logit_bias>},
+    {"seed", &sampling<&SamplingOptions::seed>},
+    {"grammar", &sampling<&SamplingOptions::grammar>},
+    {"stop",
+     [](ServeRequest& request, const Argument& argument) {
+       if (PyUnicode_Check(argument.value.ptr()))
+         read(argument, request.answer.stop.emplace_back());
+       else
+         read(argument, request.answer.stop);
+     }},
+    {"ignore_end", &field<&ServeRequest::answer, &AnswerOptions::ignore_end>},
+    {"own_text", &field<&ServeRequest::answer, &AnswerOptions::own_text>},
+    {"n", &field<&ServeRequest::n>},
+    {"name_space", &field<&ServeRequest::name_space>},
+};
+
+Request submit(const std::shared_ptr<Model>& model, std::vector<int32_t> prompt, const nb::kwargs& given) {
   Request request;
-  engine::ServeRequest asked{.prompt = std::move(prompt),
-                             .answer = {.max_tokens = Tokens(max_tokens),
-                                        .sampling = {.temperature = temperature,
-                                                     .top_k = top_k,
-                                                     .top_p = top_p,
-                                                     .min_p = min_p,
-                                                     .repeat_penalty = repeat_penalty,
-                                                     .seed = seed,
-                                                     .presence_penalty = presence_penalty,
-                                                     .frequency_penalty = frequency_penalty,
-                                                     .logit_bias = std::move(logit_bias),
-                                                     .grammar = std::move(grammar)},
-                                        .stop = std::move(stop),
-                                        .ignore_end = ignore_end,
-                                        .own_text = own_text},
-                             .n = n,
-                             .name_space = std::move(name_space)};
+  ServeRequest asked{.prompt = std::move(prompt)};
+  read_options("generate", given, kRequestFields, asked);
   request.id = check(without_gil([&] { return model->scheduler->submit(std::move(asked), request.inbox); }));
   request.model = model;
   return request;
@@ -226,11 +251,7 @@ NB_MODULE(_engine, m) {
       .def("cancel", [](Request& r) { r.model->scheduler->cancel(r.id); })
       .def("usage", &usage);
   nb::class_<Model>(m, "Model")
-      .def("submit", &submit, nb::arg("prompt"), nb::kw_only(), nb::arg("max_tokens"), nb::arg("temperature"),
-           nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("repeat_penalty"),
-           nb::arg("presence_penalty"), nb::arg("frequency_penalty"), nb::arg("logit_bias"), nb::arg("seed"),
-           nb::arg("stop"), nb::arg("n"), nb::arg("grammar"), nb::arg("ignore_end"), nb::arg("own_text"),
-           nb::arg("name_space"))
+      .def("submit", &submit, nb::arg("prompt"), nb::arg("options"))
       .def(
           "tokenize",
           [](const Model& model, const std::string& text, bool add_special, bool parse_special) {
@@ -282,8 +303,5 @@ NB_MODULE(_engine, m) {
         out["query_path"] = query_path_name(model.engine->cache().query_path());
         return out;
       });
-  m.def("load", &load, nb::arg("path"), nb::kw_only(), nb::arg("kv_quant"), nb::arg("context"), nb::arg("threads"),
-        nb::arg("block_size"), nb::arg("num_blocks"), nb::arg("kv_memory"), nb::arg("dynamic"), nb::arg("chunk"),
-        nb::arg("max_num_seqs"), nb::arg("max_queue"), nb::arg("query_path"), nb::arg("reproducible"),
-        nb::arg("progress").none());
+  m.def("load", &load, nb::arg("path"), nb::arg("options"));
 }
