@@ -126,7 +126,7 @@ PyLayerTensors tensors(const CachePtr& self, int layer) {
 
 nb::dict stats(PyCache& cache, bool resident) {
   const Stats s = locked(cache, [&] { return cache.cache->stats(resident); });
-  nb::dict out = nb::cast<nb::dict>(nb::module_::import_("json").attr("loads")(to_json(s)));
+  nb::dict out = nb::cast<nb::dict>(from_json(to_json(s)));
   out["arrays"] = to_dict(cache.arrays);
   return out;
 }

@@ -11,6 +11,8 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <set>
+#include <thread>
 
 #include "engine/engine.h"
 #include "engine/scheduler.h"
@@ -43,7 +45,7 @@ class Inbox : public engine::RequestSink {
   std::optional<engine::Delta> next() {
     for (;;) {
       {
-        const nb::gil_scoped_release release;
+        const NoGil released;
         std::unique_lock lock(mutex_);
         changed_.wait_for(lock, std::chrono::milliseconds(100), [this] { return !deltas_.empty() || usage_; });
         if (!deltas_.empty()) {
@@ -73,15 +75,60 @@ class Inbox : public engine::RequestSink {
   std::optional<engine::Usage> usage_;  // set: ended
 };
 
+struct Model;
+// With the GIL. Never destroyed: a thread that stays behind keeps its model.
+struct Process {
+  std::set<Model*> models;
+  bool leaving = false;     // the interpreter ends:
+  std::thread::id at_exit;  // what is left of the program runs here, and every other thread stays where it is
+};
+Process& process() {
+  static auto* process = new Process;
+  return *process;
+}
+bool stays_behind() { return process().leaving && std::this_thread::get_id() != process().at_exit; }
+
 struct Model {
   std::unique_ptr<engine::Engine> engine;
   std::unique_ptr<engine::Scheduler> scheduler;  // goes first
+  const int forks = n_forks();
+
+  Model() { process().models.insert(this); }
+  Model(const Model&) = delete;
   ~Model() {
-    const nb::gil_scoped_release release;
-    scheduler.reset();
-    engine.reset();
+    process().models.erase(this);
+    if (is_copy()) {  // their threads, and who held their locks, are in the other process
+      (void)scheduler.release();
+      (void)engine.release();
+      return;
+    }
+    without_gil([this] {
+      scheduler.reset();
+      engine.reset();
+    });
+  }
+  // This process was forked off the one that loaded the model.
+  bool is_copy() const { return forks != n_forks(); }
+  // Requires: the GIL.
+  void check_usable() const {
+    if (stays_behind()) without_gil([] { stay(); });
+    if (is_copy())
+      raise(
+          Status(Code::kUnavailable,
+                 "[LLM] the model was loaded before this process was forked, and the thread that runs it is in the "
+                 "other process: load it here, or start processes by spawn"));
+  }
+  void stop() {
+    if (scheduler != nullptr && !is_copy()) without_gil([this] { scheduler->stop(); });
   }
 };
+
+// Ends all models' threads: static objects go next, which they might use. Theirs who wait for answers stay.
+void leave() {
+  process().leaving = true;
+  process().at_exit = std::this_thread::get_id();
+  for (Model* model : std::vector(process().models.begin(), process().models.end())) model->stop();
+}
 
 struct Request {
   std::shared_ptr<Model> model;
@@ -91,7 +138,10 @@ struct Request {
   Request() = default;
   Request(Request&&) = default;
   ~Request() {
-    if (model && !ended) model->scheduler->cancel(id);
+    if (model && !ended) cancel();
+  }
+  void cancel() {
+    if (!model->is_copy()) model->scheduler->cancel(id);
   }
 };
 
@@ -178,6 +228,7 @@ constexpr Field<ServeRequest> kRequestFields[] = {
 };
 
 Request submit(const std::shared_ptr<Model>& model, std::vector<int32_t> prompt, const nb::kwargs& given) {
+  model->check_usable();
   Request request;
   ServeRequest asked{.prompt = std::move(prompt)};
   read_options("generate", given, kRequestFields, asked);
@@ -187,7 +238,9 @@ Request submit(const std::shared_ptr<Model>& model, std::vector<int32_t> prompt,
 }
 
 nb::object next(Request& request) {
+  request.model->check_usable();
   const std::optional<engine::Delta> delta = request.inbox->next();
+  request.model->check_usable();
   if (!delta) {
     request.ended = true;
     check(request.inbox->status());
@@ -214,9 +267,10 @@ nb::dict usage(const Request& request) {
 }
 
 nb::dict stats(const Model& model) {
+  model.check_usable();
   const engine::SchedulerStats s = model.scheduler->stats();
   nb::dict out;
-  out["cache"] = nb::module_::import_("json").attr("loads")(to_json(s.cache));
+  out["cache"] = from_json(to_json(s.cache));
   for (const auto& [name, value] : engine::named_counts(s)) out[name] = value;
   for (const auto& [name, value] : engine::named_seconds(s)) out[name] = value;
   return out;
@@ -246,9 +300,10 @@ NB_MODULE(_engine, m) {
   namespace nb = nanobind;
   m.doc() = "GGUF models on the paged cache: use pagedkv.LLM.";
   take_notices();
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&leave));
   nb::class_<Request>(m, "Request")
       .def("next", &next, "(choice, text, finish reason or None), or None once the request has ended.")
-      .def("cancel", [](Request& r) { r.model->scheduler->cancel(r.id); })
+      .def("cancel", &Request::cancel)
       .def("usage", &usage);
   nb::class_<Model>(m, "Model")
       .def("submit", &submit, nb::arg("prompt"), nb::arg("options"))
@@ -281,11 +336,7 @@ NB_MODULE(_engine, m) {
           nb::arg("messages"))
       .def("default_system", [](const Model& model) { return model.engine->text().default_system(); })
       .def("stats", &stats)
-      .def("close",
-           [](Model& model) {
-             const nb::gil_scoped_release release;
-             model.scheduler->stop();
-           })
+      .def("close", &Model::stop)
       .def_prop_ro("info", [](const Model& model) {
         const engine::ModelInfo& info = model.engine->model();
         nb::dict out;
