@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from .quant import PagedKVQuantConfig, paged_kv_quant_mode_from_env
+from .quant import paged_kv_quant_mode_from_env
 
 
 def _engine():
@@ -83,31 +83,26 @@ class Stream:
 class LLM:
     """A model, its pool of blocks, and the thread that runs its steps. Any thread may ask; requests run together.
 
-    model         path of a GGUF file
-    kv_quant      how K and V are stored: a mode or PagedKVQuantConfig; None: as the environment says
-    context       longest sequence, tokens; 0: as trained, or less when memory is short (a warning says so)
-    threads       0: the CPUs this process may use
-    num_blocks    blocks of block_size tokens that exist from the start; the pool grows to kv_memory bytes (0: half of
-                  memory minus the weights) unless dynamic is False
-    max_num_seqs  answers that are computed at once; further requests wait, max_queue of them at most
-    reproducible  equal tokens give equal logits to the bit, however they are batched or cached; slower
-    progress      called with 0 .. 1 while weights are read; True draws a bar on stderr
+    model                 path of a GGUF file
+    kv_quant=None         how K and V are stored: a mode or PagedKVQuantConfig; None: as the environment says
+    context=0             longest sequence, tokens; 0: as trained, or less when memory is short (a warning says so)
+    threads=0             0: the CPUs this process may use
+    num_blocks=1024       blocks of block_size=16 tokens that exist from the start; the pool grows to kv_memory=0 bytes (0:
+                          half of memory minus the weights) unless dynamic=True is False
+    chunk=512             most prompt tokens of a step
+    max_num_seqs=8        answers that are computed at once; further requests wait, max_queue=1024 of them at most
+    query_path="auto"     how quantized formats are multiplied
+    reproducible=False    equal tokens give equal logits to the bit, however they are batched or cached; slower
+    progress=None         called with 0 .. 1 while weights are read; True draws a bar on stderr
 
     Errors: FileNotFoundError, CorruptError, UnsupportedError, CapacityError, ValueError; ImportError where this build has
     no engine.
     """
 
-    def __init__(self, model, *, kv_quant=None, context=0, threads=0, block_size=16, num_blocks=1024, kv_memory=0,
-                 dynamic=True, chunk=512, max_num_seqs=8, max_queue=1024, query_path="auto", reproducible=False,
-                 progress=None):
-        if kv_quant is None:
-            kv_quant = paged_kv_quant_mode_from_env()
-        mode = kv_quant.mode if isinstance(kv_quant, PagedKVQuantConfig) else kv_quant
+    def __init__(self, model, *, kv_quant=None, progress=None, **options):
         self._model = _engine().load(
-            os.fspath(model), kv_quant=mode, context=context, threads=threads, block_size=block_size,
-            num_blocks=num_blocks, kv_memory=kv_memory, dynamic=dynamic, chunk=chunk, max_num_seqs=max_num_seqs,
-            max_queue=max_queue, query_path=query_path, reproducible=reproducible,
-            progress=_draw_bar if progress is True else progress)
+            os.fspath(model), kv_quant=paged_kv_quant_mode_from_env() if kv_quant is None else kv_quant,
+            progress=_draw_bar if progress is True else progress, **options)
 
     @property
     def info(self) -> dict:
@@ -137,11 +132,11 @@ class LLM:
         if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], int):
             if stream:
                 raise ValueError("a stream is of one prompt")
-            requests = [self._submit(self._tokens(one), **options) for one in prompt]
+            requests = [self._model.submit(self._tokens(one), **options) for one in prompt]
             return [_collect(request, options.get("n", 1)) for request in requests]
         if stream and options.get("n", 1) != 1:
             raise ValueError(f"a stream is of one answer, n is {options['n']}")
-        request = self._submit(self._tokens(prompt), **options)
+        request = self._model.submit(self._tokens(prompt), **options)
         return Stream(request) if stream else _collect(request, options.get("n", 1))
 
     def chat(self, messages, *, stream=False, **options):
@@ -176,15 +171,6 @@ class LLM:
 
     def _tokens(self, prompt):
         return self.tokenize(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-
-    def _submit(self, tokens, *, max_tokens=-1, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1.0,
-                presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, seed=0, stop=(), grammar="", n=1,
-                ignore_end=False, own_text=False, name_space=""):
-        return self._model.submit(
-            tokens, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repeat_penalty=repeat_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-            logit_bias=list((logit_bias or {}).items()), seed=seed, stop=[stop] if isinstance(stop, str) else list(stop),
-            grammar=grammar, n=n, ignore_end=ignore_end, own_text=own_text, name_space=name_space)
 
 
 def _collect(request, n):

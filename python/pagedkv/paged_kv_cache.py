@@ -1,10 +1,10 @@
 """The cache object of the article "What Is a Paged KV Cache in MTPLX?": keys and values of one layer that grow."""
 
 import warnings
-from _thread import RLock
 
 from . import _core
 from ._frameworks import causal_mask, dtype_of, from_numpy, kind_of
+from ._locks import fork_safe_lock
 from .errors import CapacityError
 from .quant import PagedKVQuantConfig, paged_kv_quant_mode_from_env
 
@@ -33,7 +33,7 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.kv_quant_config = kv_quant_config
         self.dynamic = _core.dynamic_from_env(False) if dynamic is None else bool(dynamic)
-        self._lock = RLock()
+        self._lock = fork_safe_lock()
         self._pool = None  # from the first write on
         self._sequences = []  # one a batch row
         self._shape = None  # (batch, num_kv_heads, head_dim, head_dim_v)
@@ -161,7 +161,7 @@ class PagedKVCache:
         with self._lock:
             other = type(self).__new__(type(self))
             other.__dict__.update(self.__dict__)
-            other._lock = RLock()
+            other._lock = fork_safe_lock()
             other._fallbacks = {}
             other._sequences = []  # so that a fork that fails gives back just what it took
             for sequence in self._sequences:

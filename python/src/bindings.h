@@ -7,6 +7,7 @@
 #include <span>
 
 #include "arrays.h"
+#include "options.h"
 
 namespace pagedkv::python {
 
@@ -40,8 +41,14 @@ int parts_for(int64_t products);
 int attention_parts(std::span<const int32_t> query_start_loc, std::span<const int32_t> seq_lens,
                     int64_t products_a_key);
 
-// Window and scale as Python gives them. Errors: ValueError.
-float scale_of(nb::handle scale);              // None: 0, which is 1/sqrt(head_dim)
-int64_t window_of(nb::handle sliding_window);  // None or -1: 0, which is none
+// Scale and window as Python gives them. Errors: TypeError, ValueError.
+struct Scale {
+  float factor = 0;  // None: 0, which is 1/sqrt(head_dim)
+};
+struct Window {
+  int64_t keys = 0;  // None or -1: 0, which is all
+};
+void read(const Argument& argument, Scale& into);
+void read(const Argument& argument, Window& into);
 
 }  // namespace pagedkv::python

@@ -151,31 +151,55 @@ struct TablesIn {
   }
 };
 
+struct AttentionOptions {
+  Scale scale;
+  nb::object key_scales = nb::none(), value_scales = nb::none();
+  nb::object kv_indptr = nb::none(), kv_indices = nb::none(), kv_last_page_len = nb::none();
+  std::optional<int64_t> head_dim_v;
+  float softcap = 0;
+  Window sliding_window;
+  nb::object sinks = nb::none(), out = nb::none();
+  bool return_lse = false;
+  QueryPath query_path = QueryPath::kAuto;
+};
+constexpr Field<AttentionOptions> kAttentionFields[] = {
+    {"scale", &field<&AttentionOptions::scale>},
+    {"key_scales", &field<&AttentionOptions::key_scales>},
+    {"value_scales", &field<&AttentionOptions::value_scales>},
+    {"kv_indptr", &field<&AttentionOptions::kv_indptr>},
+    {"kv_indices", &field<&AttentionOptions::kv_indices>},
+    {"kv_last_page_len", &field<&AttentionOptions::kv_last_page_len>},
+    {"head_dim_v", &field<&AttentionOptions::head_dim_v>},
+    {"softcap", &field<&AttentionOptions::softcap>},
+    {"sliding_window", &field<&AttentionOptions::sliding_window>},
+    {"sinks", &field<&AttentionOptions::sinks>},
+    {"out", &field<&AttentionOptions::out>},
+    {"return_lse", &field<&AttentionOptions::return_lse>},
+    {"query_path", &field<&AttentionOptions::query_path>},
+};
+
 nb::object paged_attention(nb::handle query, nb::handle key_cache, nb::handle value_cache, nb::handle block_tables,
-                           nb::handle seq_lens, nb::handle cu_seqlens_q, nb::handle scale, nb::handle key_scales,
-                           nb::handle value_scales, nb::handle kv_indptr, nb::handle kv_indices,
-                           nb::handle kv_last_page_len, nb::handle head_dim_v, double softcap,
-                           nb::handle sliding_window, nb::handle sinks, nb::handle out, bool return_lse,
-                           const std::string& query_path) {
+                           nb::handle seq_lens, nb::handle cu_seqlens_q, const nb::kwargs& given) {
+  AttentionOptions asked;
+  read_options("paged_attention", given, kAttentionFields, asked);
   ArrayCounters& counters = process_counters();
   const FloatsIn q(query, "query", {kAny, kAny, kAny}, counters);
   const int64_t n = q.array().extent(0), heads = q.array().extent(1), head_dim = q.array().extent(2);
-  const int64_t v_dim = head_dim_v.is_none() ? head_dim : nb::cast<int64_t>(head_dim_v);
-  const ArraysIn in(key_cache, value_cache, key_scales, value_scales, head_dim, v_dim, false);
-  const TablesIn tables(block_tables, seq_lens, cu_seqlens_q, kv_indptr, kv_indices, kv_last_page_len, n,
-                        in.arrays.tensors.k.shape[1]);
-  FloatsOut result({n, heads, v_dim}, q.array(), out, "out", counters);
+  const int64_t v_dim = asked.head_dim_v.value_or(head_dim);
+  const ArraysIn in(key_cache, value_cache, asked.key_scales, asked.value_scales, head_dim, v_dim, false);
+  const TablesIn tables(block_tables, seq_lens, cu_seqlens_q, asked.kv_indptr, asked.kv_indices,
+                        asked.kv_last_page_len, n, in.arrays.tensors.k.shape[1]);
+  FloatsOut result({n, heads, v_dim}, q.array(), asked.out, "out", counters);
   std::optional<FloatsIn> sink_logits;
-  if (!sinks.is_none()) sink_logits.emplace(sinks, "sinks", Extents{heads}, counters);
-  auto lse = std::unique_ptr<float[]>(return_lse ? new float[size_t(n * heads + 1)] : nullptr);
-  BlockAttentionOptions options{.num_q_heads = heads,
-                                .sliding_window = window_of(sliding_window),
-                                .query_path = check(parse_query_path(query_path))};
+  if (!asked.sinks.is_none()) sink_logits.emplace(asked.sinks, "sinks", Extents{heads}, counters);
+  auto lse = std::unique_ptr<float[]>(asked.return_lse ? new float[size_t(n * heads + 1)] : nullptr);
+  BlockAttentionOptions options{
+      .num_q_heads = heads, .sliding_window = asked.sliding_window.keys, .query_path = asked.query_path};
   BlockAttention::Args args{.q = q.data(),
                             .out = result.data(),
                             .lse = lse.get(),
-                            .scale = scale_of(scale),
-                            .softcap = float(softcap),
+                            .scale = asked.scale.factor,
+                            .softcap = asked.softcap,
                             .sinks = sink_logits ? sink_logits->data() : nullptr};
   check(without_gil([&]() -> Status {
     auto plan = BlockAttention::plan(in.arrays, tables.view, options);
@@ -189,7 +213,7 @@ nb::object paged_attention(nb::handle query, nb::handle key_cache, nb::handle va
     return status.ok() ? plan->merge(args) : status;
   }));
   nb::object made = result.finish();
-  if (!return_lse) return made;
+  if (!asked.return_lse) return made;
   return nb::make_tuple(made, float_array(q.array().framework(), std::move(lse), {n, heads}));
 }
 
@@ -209,12 +233,15 @@ void bind_block_arrays(nb::module_& m) {
         "Errors: ValueError (shapes, a slot that is not there: nothing was written), NotFiniteError.");
   m.def("paged_attention", &paged_attention, nb::arg("query").none(), nb::arg("key_cache").none(),
         nb::arg("value_cache").none(), nb::arg("block_tables") = nb::none(), nb::arg("seq_lens") = nb::none(),
-        nb::arg("cu_seqlens_q") = nb::none(), nb::kw_only(), nb::arg("scale") = nb::none(),
-        nb::arg("key_scales") = nb::none(), nb::arg("value_scales") = nb::none(), nb::arg("kv_indptr") = nb::none(),
-        nb::arg("kv_indices") = nb::none(), nb::arg("kv_last_page_len") = nb::none(),
-        nb::arg("head_dim_v") = nb::none(), nb::arg("softcap") = 0.0, nb::arg("sliding_window") = nb::none(),
-        nb::arg("sinks") = nb::none(), nb::arg("out") = nb::none(), nb::arg("return_lse") = false,
-        nb::arg("query_path") = "auto",
+        nb::arg("cu_seqlens_q") = nb::none(), nb::arg("options"),
+        nb::sig("def paged_attention(query: object, key_cache: object, value_cache: object, "
+                "block_tables: object | None = None, seq_lens: object | None = None, "
+                "cu_seqlens_q: object | None = None, *, scale: float | None = None, "
+                "key_scales: object | None = None, value_scales: object | None = None, "
+                "kv_indptr: object | None = None, kv_indices: object | None = None, "
+                "kv_last_page_len: object | None = None, head_dim_v: int | None = None, softcap: float = 0.0, "
+                "sliding_window: int | None = None, sinks: object | None = None, out: object | None = None, "
+                "return_lse: bool = False, query_path: str = 'auto') -> object"),
         "Causal attention over block tensors that the caller owns.\n\n"
         "  query         [n_tokens, num_q_heads, head_dim]\n"
         "  block_tables  int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs], the queries' tokens included "

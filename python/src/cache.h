@@ -18,7 +18,7 @@ namespace pagedkv::python {
 // A cache and what Python needs beside it. Everything below `mutex` is touched with it held, and it is only ever
 // taken without the GIL: threads take turns, and none waits for the other with a lock in hand.
 struct PyCache {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::unique_ptr<Cache> cache;
   Scratch scratch;
   // Set at creation.
@@ -40,7 +40,7 @@ using CachePtr = std::shared_ptr<PyCache>;
 
 template <class F>
 auto locked(PyCache& cache, const F& f) {
-  const nb::gil_scoped_release release;
+  const NoGil released;
   const std::scoped_lock lock(cache.mutex);
   return f();
 }

@@ -5,79 +5,102 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <numeric>
+
 #include "cache.h"
+#include "options.h"
 #include "pagedkv/paged_kv_cache.h"
 
 namespace pagedkv::python {
 namespace {
 
-LayerShape shape_of(int64_t num_kv_heads, int64_t head_dim, nb::handle head_dim_v, nb::handle kv_quant) {
-  KvQuantConfig formats;
-  if (kv_quant.is_none()) {
-    formats = check(kv_quant_from_env());
-  } else {
-    const nb::object mode = nb::getattr(kv_quant, "mode", kv_quant);
-    if (!nb::isinstance<nb::str>(mode)) raise_type_error("kv_quant is neither a mode nor a PagedKVQuantConfig");
-    formats = check(parse_kv_quant(nb::cast<std::string>(mode)));
-  }
-  return {num_kv_heads, head_dim, head_dim_v.is_none() ? head_dim : nb::cast<int64_t>(head_dim_v), formats};
+struct GroupArgs {
+  std::optional<std::vector<int>> layers;
+  std::optional<int64_t> num_kv_heads, head_dim, head_dim_v;
+  int64_t sliding_window = 0;
+  std::optional<KvQuantConfig> kv_quant;
+};
+constexpr Field<GroupArgs> kGroupFields[] = {
+    {"layers", &field<&GroupArgs::layers>},           {"num_kv_heads", &field<&GroupArgs::num_kv_heads>},
+    {"head_dim", &field<&GroupArgs::head_dim>},       {"head_dim_v", &field<&GroupArgs::head_dim_v>},
+    {"sliding_window", &field<&GroupArgs::sliding_window>},
+    {"kv_quant", &field<&GroupArgs::kv_quant>},
+};
+
+// Requires: layers, num_kv_heads and head_dim.
+GroupSpec make_group(const GroupArgs& args) {
+  return {.shape = {*args.num_kv_heads, *args.head_dim, args.head_dim_v.value_or(*args.head_dim),
+                    args.kv_quant ? *args.kv_quant : check(kv_quant_from_env())},
+          .sliding_window = args.sliding_window,
+          .layers = *args.layers};
 }
 
-GroupSpec make_group(std::vector<int> layers, int64_t num_kv_heads, int64_t head_dim, nb::handle head_dim_v,
-                     int64_t sliding_window, nb::handle kv_quant) {
-  return {.shape = shape_of(num_kv_heads, head_dim, head_dim_v, kv_quant),
-          .sliding_window = sliding_window,
-          .layers = std::move(layers)};
-}
+struct CacheArgs {
+  CacheOptions cache;
+  std::optional<bool> dynamic;
+  std::optional<int64_t> num_layers;
+  int64_t num_q_heads = 0;
+  GroupArgs group;  // of all layers, where no groups are given
+};
+constexpr Field<CacheArgs> kCacheFields[] = {
+    {"num_layers", &field<&CacheArgs::num_layers>},
+    {"num_kv_heads", &field<&CacheArgs::group, &GroupArgs::num_kv_heads>},
+    {"head_dim", &field<&CacheArgs::group, &GroupArgs::head_dim>},
+    {"head_dim_v", &field<&CacheArgs::group, &GroupArgs::head_dim_v>},
+    {"num_q_heads", &field<&CacheArgs::num_q_heads>},
+    {"sliding_window", &field<&CacheArgs::group, &GroupArgs::sliding_window>},
+    {"kv_quant", &field<&CacheArgs::group, &GroupArgs::kv_quant>},
+    {"block_size", &field<&CacheArgs::cache, &CacheOptions::block_size>},
+    {"num_blocks", &field<&CacheArgs::cache, &CacheOptions::num_blocks>},
+    {"dynamic", &field<&CacheArgs::dynamic>},
+    {"kv_memory", &field<&CacheArgs::cache, &CacheOptions::kv_memory>},
+    {"max_context", &field<&CacheArgs::cache, &CacheOptions::max_context>},
+    {"longest_chunk", &field<&CacheArgs::cache, &CacheOptions::longest_chunk>},
+    {"max_sequences", &field<&CacheArgs::cache, &CacheOptions::max_sequences>},
+    {"arena", &field<&CacheArgs::cache, &CacheOptions::arena>},
+    {"prefix_sharing", &field<&CacheArgs::cache, &CacheOptions::prefix_sharing>},
+    {"fingerprint", &field<&CacheArgs::cache, &CacheOptions::fingerprint>},
+    {"query_path", &field<&CacheArgs::cache, &CacheOptions::query_path>},
+    {"isa", &field<&CacheArgs::cache, &CacheOptions::isa>},
+};
 
-ArenaOrder arena_of(const std::string& name) {
-  for (const ArenaOrder order : {ArenaOrder::kBlockMajor, ArenaOrder::kLayerMajor})
-    if (name == arena_order_name(order)) return order;
-  raise(invalid_argument("arena is \"" + name + "\", allowed are block_major, layer_major"));
-}
-
-CachePtr make_cache(nb::handle groups, nb::handle num_layers, nb::handle num_kv_heads, nb::handle head_dim,
-                    nb::handle head_dim_v, int64_t num_q_heads, int64_t sliding_window, nb::handle kv_quant,
-                    int64_t block_size, int64_t num_blocks, nb::handle dynamic, int64_t kv_memory,
-                    int64_t max_context, int64_t longest_chunk, int64_t max_sequences, const std::string& arena,
-                    bool prefix_sharing, std::string fingerprint, const std::string& query_path, std::string isa) {
-  CacheOptions options{.block_size = Tokens(block_size),
-                       .num_blocks = Blocks(num_blocks),
-                       .dynamic = dynamic.is_none() ? check(paged_kv_options_from_env({.dynamic = false})).dynamic
-                                                    : nb::cast<bool>(dynamic),
-                       .kv_memory = Bytes(kv_memory),
-                       .max_context = Tokens(max_context),
-                       .longest_chunk = Tokens(longest_chunk),
-                       .max_sequences = max_sequences,
-                       .arena = arena_of(arena),
-                       .prefix_sharing = prefix_sharing,
-                       .fingerprint = std::move(fingerprint),
-                       .query_path = check(parse_query_path(query_path)),
-                       .isa = std::move(isa)};
+std::vector<GroupSpec> groups_of(nb::handle groups, CacheArgs& args) {
+  const GroupArgs& group = args.group;
   if (!groups.is_none()) {
-    if (!num_layers.is_none() || !num_kv_heads.is_none() || !head_dim.is_none())
+    if (args.num_layers || group.num_kv_heads || group.head_dim)
       raise(invalid_argument("give either groups, or num_layers, num_kv_heads and head_dim"));
-    options.groups = nb::cast<std::vector<GroupSpec>>(groups);
-  } else {
-    if (num_kv_heads.is_none() || head_dim.is_none())
-      raise(invalid_argument("num_kv_heads and head_dim are needed where no groups are given"));
-    const int64_t n = num_layers.is_none() ? 1 : nb::cast<int64_t>(num_layers);
-    if (n < 1 || n > 65536)
-      raise(invalid_argument("num_layers is " + std::to_string(n) + ", allowed are 1 to 65536"));
-    std::vector<int> layers;
-    for (int layer = 0; layer < int(n); ++layer) layers.push_back(layer);
-    options.groups = {make_group(std::move(layers), nb::cast<int64_t>(num_kv_heads), nb::cast<int64_t>(head_dim),
-                                 head_dim_v, sliding_window, kv_quant)};
+    std::vector<GroupSpec> out;
+    if (!nb::try_cast(nb::borrow(groups), out)) refuse_type({"groups", groups}, "lists of Group");
+    return out;
   }
-  if (!options.groups.empty() && num_q_heads != 0) {
-    const int64_t heads = std::max<int64_t>(1, options.groups.front().shape.num_kv_heads);
-    if (num_q_heads < 0 || num_q_heads % heads != 0)
-      raise(invalid_argument(std::to_string(num_q_heads) + " query heads are no multiple of " +
-                             std::to_string(heads) + " KV heads"));
-    options.q_heads_per_kv_head = num_q_heads / heads;
-  }
+  if (!group.num_kv_heads || !group.head_dim)
+    raise(invalid_argument("num_kv_heads and head_dim are needed where no groups are given"));
+  const int64_t n = args.num_layers.value_or(1);
+  if (n < 1 || n > 65536)
+    raise(invalid_argument("num_layers is " + std::to_string(n) + ", allowed are 1 to 65536"));
+  std::vector<int>& layers = args.group.layers.emplace(size_t(n));
+  std::iota(layers.begin(), layers.end(), 0);
+  return {make_group(group)};
+}
+
+// 0: not said.
+int64_t q_heads_per_kv_head(const CacheArgs& args) {
+  if (args.num_q_heads == 0 || args.cache.groups.empty()) return 0;
+  const int64_t heads = std::max<int64_t>(1, args.cache.groups.front().shape.num_kv_heads);
+  if (args.num_q_heads < 0 || args.num_q_heads % heads != 0)
+    raise(invalid_argument("num_q_heads is " + std::to_string(args.num_q_heads) + ", no multiple of " +
+                           std::to_string(heads) + " KV heads"));
+  return args.num_q_heads / heads;
+}
+
+CachePtr make_cache(nb::handle groups, const nb::kwargs& given) {
+  CacheArgs args;
+  read_options("Cache", given, kCacheFields, args);
+  args.cache.groups = groups_of(groups, args);
+  args.cache.q_heads_per_kv_head = q_heads_per_kv_head(args);
+  args.cache.dynamic = args.dynamic ? *args.dynamic : check(paged_kv_options_from_env({.dynamic = false})).dynamic;
   auto made = std::make_shared<PyCache>();
-  made->cache = check(without_gil([&] { return Cache::create(std::move(options)); }));
+  made->cache = check(without_gil([&] { return Cache::create(std::move(args.cache)); }));
   const auto& specs = made->cache->options().groups;
   for (size_t g = 0; g < specs.size(); ++g)
     for (const int layer : specs[g].layers) {
@@ -114,7 +137,7 @@ PyLayerTensors tensors(const CachePtr& self, int layer) {
 
 nb::dict stats(PyCache& cache, bool resident) {
   const Stats s = locked(cache, [&] { return cache.cache->stats(resident); });
-  nb::dict out = nb::cast<nb::dict>(nb::module_::import_("json").attr("loads")(to_json(s)));
+  nb::dict out = nb::cast<nb::dict>(from_json(to_json(s)));
   out["arrays"] = to_dict(cache.arrays);
   return out;
 }
@@ -125,13 +148,17 @@ void bind_cache(nb::module_& m) {
   nb::class_<GroupSpec>(m, "Group", "Layers that share block shape, format and window.")
       .def(
           "__init__",
-          [](GroupSpec* self, std::vector<int> layers, int64_t num_kv_heads, int64_t head_dim,
-             nb::handle head_dim_v, int64_t sliding_window, nb::handle kv_quant) {
-            new (self) GroupSpec(
-                make_group(std::move(layers), num_kv_heads, head_dim, head_dim_v, sliding_window, kv_quant));
+          [](GroupSpec* self, const nb::kwargs& given) {
+            GroupArgs args;
+            read_options("Group", given, kGroupFields, args);
+            if (!args.layers || !args.num_kv_heads || !args.head_dim)
+              raise_type_error("Group needs layers, num_kv_heads and head_dim");
+            new (self) GroupSpec(make_group(args));
           },
-          nb::kw_only(), nb::arg("layers"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
-          nb::arg("head_dim_v") = nb::none(), nb::arg("sliding_window") = 0, nb::arg("kv_quant") = nb::none())
+          nb::arg("options"),
+          nb::sig("def __init__(self, *, layers: collections.abc.Sequence[int], num_kv_heads: int, head_dim: int, "
+                  "head_dim_v: int | None = None, sliding_window: int = 0, "
+                  "kv_quant: str | pagedkv.quant.PagedKVQuantConfig | None = None) -> None"))
       .def_prop_ro("layers", [](const GroupSpec& g) { return g.layers; })
       .def_prop_ro("num_kv_heads", [](const GroupSpec& g) { return g.shape.num_kv_heads; })
       .def_prop_ro("head_dim", [](const GroupSpec& g) { return g.shape.head_dim_k; })
@@ -175,14 +202,24 @@ void bind_cache(nb::module_& m) {
   nb::class_<PyCache>(m, "Cache",
                       "The paged KV cache of a model: blocks, sequences, steps. Any thread may call it; calls take "
                       "turns.")
-      .def(nb::new_(&make_cache), nb::arg("groups") = nb::none(), nb::kw_only(), nb::arg("num_layers") = nb::none(),
-           nb::arg("num_kv_heads") = nb::none(), nb::arg("head_dim") = nb::none(),
-           nb::arg("head_dim_v") = nb::none(), nb::arg("num_q_heads") = 0, nb::arg("sliding_window") = 0,
-           nb::arg("kv_quant") = nb::none(), nb::arg("block_size") = 16, nb::arg("num_blocks") = 1024,
-           nb::arg("dynamic") = nb::none(), nb::arg("kv_memory") = 0, nb::arg("max_context") = 0,
-           nb::arg("longest_chunk") = 512, nb::arg("max_sequences") = 1, nb::arg("arena") = "block_major",
-           nb::arg("prefix_sharing") = true, nb::arg("fingerprint") = "", nb::arg("query_path") = "auto",
-           nb::arg("isa") = "")
+      // As nb::new_ binds it, but for the signature, which must not name both.
+      .def_static(
+          "__new__",
+          [](nb::handle, nb::handle groups, const nb::kwargs& given) { return make_cache(groups, given); },
+          nb::arg("cls"), nb::arg("groups") = nb::none(), nb::arg("options"),
+          nb::call_policy<nb::detail::new_returntype_fixup_policy>())
+      .def(
+          "__init__", [](nb::handle, nb::handle, const nb::kwargs&) {}, nb::arg("groups") = nb::none(),
+          nb::arg("options"),
+          nb::sig("def __init__(self, groups: collections.abc.Sequence[Group] | None = None, *, num_layers: int | "
+                  "None = None, "
+                  "num_kv_heads: int | None = None, head_dim: int | None = None, head_dim_v: int | None = None, "
+                  "num_q_heads: int = 0, sliding_window: int = 0, kv_quant: str | pagedkv.quant.PagedKVQuantConfig "
+                  "| None = None, "
+                  "block_size: int = 16, num_blocks: int = 1024, dynamic: bool | None = None, kv_memory: int = 0, "
+                  "max_context: int = 0, longest_chunk: int = 512, max_sequences: int = 1, "
+                  "arena: str = 'block_major', prefix_sharing: bool = True, fingerprint: str = '', "
+                  "query_path: str = 'auto', isa: str = '') -> None"))
       .def(
           "start",
           [](const CachePtr& self, nb::handle prompt, const std::string& name_space, bool reuse, bool store) {

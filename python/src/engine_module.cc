@@ -11,10 +11,13 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <set>
+#include <thread>
 
 #include "engine/engine.h"
 #include "engine/scheduler.h"
 #include "errors.h"
+#include "options.h"
 
 namespace pagedkv::python {
 namespace {
@@ -42,7 +45,7 @@ class Inbox : public engine::RequestSink {
   std::optional<engine::Delta> next() {
     for (;;) {
       {
-        const nb::gil_scoped_release release;
+        const NoGil released;
         std::unique_lock lock(mutex_);
         changed_.wait_for(lock, std::chrono::milliseconds(100), [this] { return !deltas_.empty() || usage_; });
         if (!deltas_.empty()) {
@@ -72,15 +75,60 @@ class Inbox : public engine::RequestSink {
   std::optional<engine::Usage> usage_;  // set: ended
 };
 
+struct Model;
+// With the GIL. Never destroyed: a thread that stays behind keeps its model.
+struct Process {
+  std::set<Model*> models;
+  bool leaving = false;     // the interpreter ends:
+  std::thread::id at_exit;  // what is left of the program runs here, and every other thread stays where it is
+};
+Process& process() {
+  static auto* process = new Process;
+  return *process;
+}
+bool stays_behind() { return process().leaving && std::this_thread::get_id() != process().at_exit; }
+
 struct Model {
   std::unique_ptr<engine::Engine> engine;
   std::unique_ptr<engine::Scheduler> scheduler;  // goes first
+  const int forks = n_forks();
+
+  Model() { process().models.insert(this); }
+  Model(const Model&) = delete;
   ~Model() {
-    const nb::gil_scoped_release release;
-    scheduler.reset();
-    engine.reset();
+    process().models.erase(this);
+    if (is_copy()) {  // their threads, and who held their locks, are in the other process
+      (void)scheduler.release();
+      (void)engine.release();
+      return;
+    }
+    without_gil([this] {
+      scheduler.reset();
+      engine.reset();
+    });
+  }
+  // This process was forked off the one that loaded the model.
+  bool is_copy() const { return forks != n_forks(); }
+  // Requires: the GIL.
+  void check_usable() const {
+    if (stays_behind()) without_gil([] { stay(); });
+    if (is_copy())
+      raise(
+          Status(Code::kUnavailable,
+                 "[LLM] the model was loaded before this process was forked, and the thread that runs it is in the "
+                 "other process: load it here, or start processes by spawn"));
+  }
+  void stop() {
+    if (scheduler != nullptr && !is_copy()) without_gil([this] { scheduler->stop(); });
   }
 };
+
+// Ends all models' threads: static objects go next, which they might use. Theirs who wait for answers stay.
+void leave() {
+  process().leaving = true;
+  process().at_exit = std::this_thread::get_id();
+  for (Model* model : std::vector(process().models.begin(), process().models.end())) model->stop();
+}
 
 struct Request {
   std::shared_ptr<Model> model;
@@ -90,26 +138,40 @@ struct Request {
   Request() = default;
   Request(Request&&) = default;
   ~Request() {
-    if (model && !ended) model->scheduler->cancel(id);
+    if (model && !ended) cancel();
+  }
+  void cancel() {
+    if (!model->is_copy()) model->scheduler->cancel(id);
   }
 };
 
-std::shared_ptr<Model> load(const std::string& path, const std::string& kv_quant, int64_t context, int threads,
-                            int64_t block_size, int64_t num_blocks, int64_t kv_memory, bool dynamic, int64_t chunk,
-                            int64_t max_num_seqs, int64_t max_queue, const std::string& query_path,
-                            bool reproducible, nb::object progress) {
-  engine::EngineOptions options{.model_path = path,
-                                .context = Tokens(context),
-                                .threads = threads,
-                                .kv_formats = check(parse_kv_quant(kv_quant)),
-                                .block_size = Tokens(block_size),
-                                .num_blocks = Blocks(num_blocks),
-                                .kv_memory = Bytes(kv_memory),
-                                .dynamic = dynamic,
-                                .query_path = check(parse_query_path(query_path)),
-                                .chunk = Tokens(chunk),
-                                .max_sequences = max_num_seqs,
-                                .reproducible = reproducible};
+struct LoadArgs {
+  engine::EngineOptions engine{.max_sequences = 8};
+  int64_t max_queue = 1024;
+  nb::object progress = nb::none();
+};
+constexpr Field<LoadArgs> kLoadFields[] = {
+    {"kv_quant", &field<&LoadArgs::engine, &engine::EngineOptions::kv_formats>},
+    {"context", &field<&LoadArgs::engine, &engine::EngineOptions::context>},
+    {"threads", &field<&LoadArgs::engine, &engine::EngineOptions::threads>},
+    {"block_size", &field<&LoadArgs::engine, &engine::EngineOptions::block_size>},
+    {"num_blocks", &field<&LoadArgs::engine, &engine::EngineOptions::num_blocks>},
+    {"kv_memory", &field<&LoadArgs::engine, &engine::EngineOptions::kv_memory>},
+    {"dynamic", &field<&LoadArgs::engine, &engine::EngineOptions::dynamic>},
+    {"chunk", &field<&LoadArgs::engine, &engine::EngineOptions::chunk>},
+    {"max_num_seqs", &field<&LoadArgs::engine, &engine::EngineOptions::max_sequences>},
+    {"max_queue", &field<&LoadArgs::max_queue>},
+    {"query_path", &field<&LoadArgs::engine, &engine::EngineOptions::query_path>},
+    {"reproducible", &field<&LoadArgs::engine, &engine::EngineOptions::reproducible>},
+    {"progress", &field<&LoadArgs::progress>},
+};
+
+std::shared_ptr<Model> load(const std::string& path, const nb::kwargs& given) {
+  LoadArgs args;
+  read_options("LLM", given, kLoadFields, args);
+  engine::EngineOptions& options = args.engine;
+  options.model_path = path;
+  const nb::object& progress = args.progress;
   bool interrupted = false;
   if (!progress.is_none())
     options.progress = [&](double fraction) {
@@ -126,43 +188,59 @@ std::shared_ptr<Model> load(const std::string& path, const std::string& kv_quant
   auto engine = without_gil([&] { return engine::Engine::load(options); });
   if (interrupted) throw nb::python_error();
   model->engine = check(std::move(engine));
-  model->scheduler = check(engine::Scheduler::start(
-      *model->engine,
-      {.max_num_seqs = max_num_seqs, .max_num_batched_tokens = Tokens(chunk), .max_queue = max_queue}));
+  model->scheduler = check(engine::Scheduler::start(*model->engine, {.max_num_seqs = options.max_sequences,
+                                                                     .max_num_batched_tokens = options.chunk,
+                                                                     .max_queue = args.max_queue}));
   warn_of_notices();
   return model;
 }
 
-Request submit(const std::shared_ptr<Model>& model, std::vector<int32_t> prompt, int64_t max_tokens,
-               float temperature, int top_k, float top_p, float min_p, float repeat_penalty, float presence_penalty,
-               float frequency_penalty, std::vector<std::pair<int32_t, float>> logit_bias, uint64_t seed,
-               std::vector<std::string> stop, int64_t n, std::string grammar, bool ignore_end, bool own_text,
-               std::string name_space) {
+using engine::AnswerOptions;
+using engine::SamplingOptions;
+using engine::ServeRequest;
+template <auto member>
+void sampling(ServeRequest& request, const Argument& argument) {
+  field<&ServeRequest::answer, &AnswerOptions::sampling, member>(request, argument);
+}
+constexpr Field<ServeRequest> kRequestFields[] = {
+    {"max_tokens", &field<&ServeRequest::answer, &AnswerOptions::max_tokens>},
+    {"temperature", &sampling<&SamplingOptions::temperature>},
+    {"top_k", &sampling<&SamplingOptions::top_k>},
+    {"top_p", &sampling<&SamplingOptions::top_p>},
+    {"min_p", &sampling<&SamplingOptions::min_p>},
+    {"repeat_penalty", &sampling<&SamplingOptions::repeat_penalty>},
+    {"presence_penalty", &sampling<&SamplingOptions::presence_penalty>},
+    {"frequency_penalty", &sampling<&SamplingOptions::frequency_penalty>},
+    {"logit_bias", &sampling<&SamplingOptions::logit_bias>},
+    {"seed", &sampling<&SamplingOptions::seed>},
+    {"grammar", &sampling<&SamplingOptions::grammar>},
+    {"stop",
+     [](ServeRequest& request, const Argument& argument) {
+       if (PyUnicode_Check(argument.value.ptr()))
+         read(argument, request.answer.stop.emplace_back());
+       else
+         read(argument, request.answer.stop);
+     }},
+    {"ignore_end", &field<&ServeRequest::answer, &AnswerOptions::ignore_end>},
+    {"own_text", &field<&ServeRequest::answer, &AnswerOptions::own_text>},
+    {"n", &field<&ServeRequest::n>},
+    {"name_space", &field<&ServeRequest::name_space>},
+};
+
+Request submit(const std::shared_ptr<Model>& model, std::vector<int32_t> prompt, const nb::kwargs& given) {
+  model->check_usable();
   Request request;
-  engine::ServeRequest asked{.prompt = std::move(prompt),
-                             .answer = {.max_tokens = Tokens(max_tokens),
-                                        .sampling = {.temperature = temperature,
-                                                     .top_k = top_k,
-                                                     .top_p = top_p,
-                                                     .min_p = min_p,
-                                                     .repeat_penalty = repeat_penalty,
-                                                     .seed = seed,
-                                                     .presence_penalty = presence_penalty,
-                                                     .frequency_penalty = frequency_penalty,
-                                                     .logit_bias = std::move(logit_bias),
-                                                     .grammar = std::move(grammar)},
-                                        .stop = std::move(stop),
-                                        .ignore_end = ignore_end,
-                                        .own_text = own_text},
-                             .n = n,
-                             .name_space = std::move(name_space)};
+  ServeRequest asked{.prompt = std::move(prompt)};
+  read_options("generate", given, kRequestFields, asked);
   request.id = check(without_gil([&] { return model->scheduler->submit(std::move(asked), request.inbox); }));
   request.model = model;
   return request;
 }
 
 nb::object next(Request& request) {
+  request.model->check_usable();
   const std::optional<engine::Delta> delta = request.inbox->next();
+  request.model->check_usable();
   if (!delta) {
     request.ended = true;
     check(request.inbox->status());
@@ -189,9 +267,10 @@ nb::dict usage(const Request& request) {
 }
 
 nb::dict stats(const Model& model) {
+  model.check_usable();
   const engine::SchedulerStats s = model.scheduler->stats();
   nb::dict out;
-  out["cache"] = nb::module_::import_("json").attr("loads")(to_json(s.cache));
+  out["cache"] = from_json(to_json(s.cache));
   for (const auto& [name, value] : engine::named_counts(s)) out[name] = value;
   for (const auto& [name, value] : engine::named_seconds(s)) out[name] = value;
   return out;
@@ -221,16 +300,13 @@ NB_MODULE(_engine, m) {
   namespace nb = nanobind;
   m.doc() = "GGUF models on the paged cache: use pagedkv.LLM.";
   take_notices();
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&leave));
   nb::class_<Request>(m, "Request")
       .def("next", &next, "(choice, text, finish reason or None), or None once the request has ended.")
-      .def("cancel", [](Request& r) { r.model->scheduler->cancel(r.id); })
+      .def("cancel", &Request::cancel)
       .def("usage", &usage);
   nb::class_<Model>(m, "Model")
-      .def("submit", &submit, nb::arg("prompt"), nb::kw_only(), nb::arg("max_tokens"), nb::arg("temperature"),
-           nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("repeat_penalty"),
-           nb::arg("presence_penalty"), nb::arg("frequency_penalty"), nb::arg("logit_bias"), nb::arg("seed"),
-           nb::arg("stop"), nb::arg("n"), nb::arg("grammar"), nb::arg("ignore_end"), nb::arg("own_text"),
-           nb::arg("name_space"))
+      .def("submit", &submit, nb::arg("prompt"), nb::arg("options"))
       .def(
           "tokenize",
           [](const Model& model, const std::string& text, bool add_special, bool parse_special) {
@@ -260,11 +336,7 @@ NB_MODULE(_engine, m) {
           nb::arg("messages"))
       .def("default_system", [](const Model& model) { return model.engine->text().default_system(); })
       .def("stats", &stats)
-      .def("close",
-           [](Model& model) {
-             const nb::gil_scoped_release release;
-             model.scheduler->stop();
-           })
+      .def("close", &Model::stop)
       .def_prop_ro("info", [](const Model& model) {
         const engine::ModelInfo& info = model.engine->model();
         nb::dict out;
@@ -282,8 +354,5 @@ NB_MODULE(_engine, m) {
         out["query_path"] = query_path_name(model.engine->cache().query_path());
         return out;
       });
-  m.def("load", &load, nb::arg("path"), nb::kw_only(), nb::arg("kv_quant"), nb::arg("context"), nb::arg("threads"),
-        nb::arg("block_size"), nb::arg("num_blocks"), nb::arg("kv_memory"), nb::arg("dynamic"), nb::arg("chunk"),
-        nb::arg("max_num_seqs"), nb::arg("max_queue"), nb::arg("query_path"), nb::arg("reproducible"),
-        nb::arg("progress").none());
+  m.def("load", &load, nb::arg("path"), nb::arg("options"));
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "gil.h"
 #include "pagedkv/status.h"
 
 namespace pagedkv::python {
@@ -26,13 +27,6 @@ template <class T>
 T check(Result<T> result) {
   if (!result.ok()) raise(result.status());
   return std::move(result).value();
-}
-
-// What f returns, computed without the GIL: f touches nothing of Python. Requires: the GIL.
-template <class F>
-auto without_gil(const F& f) {
-  const nb::gil_scoped_release release;
-  return f();
 }
 
 // Hands notices that came in meanwhile to `warnings.warn`. The sink itself only keeps them: it may run on any

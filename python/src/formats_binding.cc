@@ -114,12 +114,11 @@ nb::tuple merge(nb::handle out_a, nb::handle lse_a, nb::handle out_b, nb::handle
   const FloatsIn lb(lse_b, "lse_b", {n, heads}, process_counters());
   FloatsOut out({n, heads, dim}, a.array(), nb::none(), "out", process_counters());
   auto lse = std::unique_ptr<float[]>(new float[size_t(n * heads + 1)]);
-  {
-    const nb::gil_scoped_release release;
+  without_gil([&] {
     std::memcpy(out.data(), a.data(), size_t(n * heads * dim) * sizeof(float));
     std::memcpy(lse.get(), la.data(), size_t(n * heads) * sizeof(float));
     merge_states(out.data(), lse.get(), b.data(), lb.data(), n * heads, dim);
-  }
+  });
   return nb::make_tuple(out.finish(), float_array(a.array().framework(), std::move(lse), {n, heads}));
 }
 

@@ -112,19 +112,31 @@ void append(PyPlan& plan, int layer, nb::handle k, nb::handle v) {
   }));
 }
 
-nb::object attend(PyPlan& plan, int layer, nb::handle q, nb::handle out, nb::handle scale, double softcap,
-                  nb::handle sliding_window, nb::handle sinks, bool return_lse) {
+struct AttendOptions {
+  nb::object out = nb::none(), sinks = nb::none();
+  Scale scale;
+  float softcap = 0;
+  Window sliding_window;
+  bool return_lse = false;
+};
+constexpr Field<AttendOptions> kAttendFields[] = {
+    {"out", &field<&AttendOptions::out>},         {"scale", &field<&AttendOptions::scale>},
+    {"softcap", &field<&AttendOptions::softcap>}, {"sliding_window", &field<&AttendOptions::sliding_window>},
+    {"sinks", &field<&AttendOptions::sinks>},     {"return_lse", &field<&AttendOptions::return_lse>},
+};
+
+nb::object attend(PyPlan& plan, int layer, nb::handle q, const nb::kwargs& given) {
+  AttendOptions options;
+  read_options("attend", given, kAttendFields, options);
   PyCache& cache = *plan.cache;
   const GroupSpec& group = cache.group(layer);
   const int64_t n = plan.n_tokens;
   const QueriesIn queries(q, n, kAny, group.shape.head_dim_k, cache.arrays);
   const int64_t heads = queries.shape().num_heads;
-  FloatsOut result(queries.shape(), group.shape.head_dim_v, queries.array(), out, "out", cache.arrays);
+  FloatsOut result(queries.shape(), group.shape.head_dim_v, queries.array(), options.out, "out", cache.arrays);
   std::optional<FloatsIn> sink_logits;
-  if (!sinks.is_none()) sink_logits.emplace(sinks, "sinks", Extents{heads}, cache.arrays);
-  const float factor = scale_of(scale);
-  const int64_t window = window_of(sliding_window);
-  auto lse = std::unique_ptr<float[]>(return_lse ? new float[size_t(n * heads + 1)] : nullptr);
+  if (!options.sinks.is_none()) sink_logits.emplace(options.sinks, "sinks", Extents{heads}, cache.arrays);
+  auto lse = std::unique_ptr<float[]>(options.return_lse ? new float[size_t(n * heads + 1)] : nullptr);
   check(locked(cache, [&]() -> Status {
     if (Status status = plan.usable(); !status.ok() || n == 0) return status;
     const StepPlan& step = *plan.plan;
@@ -135,9 +147,9 @@ nb::object attend(PyPlan& plan, int layer, nb::handle q, nb::handle out, nb::han
                     .q_token_stride = queries.token_stride(),
                     .out = result.data(),
                     .lse = lse.get(),
-                    .scale = factor,
-                    .softcap = float(softcap),
-                    .sliding_window = window,
+                    .scale = options.scale.factor,
+                    .softcap = options.softcap,
+                    .sliding_window = options.sliding_window.keys,
                     .sinks = sink_logits ? sink_logits->data() : nullptr};
     const int parts = attention_parts(step.query_start_loc(), step.seq_lens(),
                                       heads * (group.shape.head_dim_k + group.shape.head_dim_v));
@@ -146,7 +158,7 @@ nb::object attend(PyPlan& plan, int layer, nb::handle q, nb::handle out, nb::han
     return status.ok() ? cache.cache->merge(args) : status;
   }));
   nb::object made = result.finish();
-  if (!return_lse) return made;
+  if (!options.return_lse) return made;
   return nb::make_tuple(made, float_array(queries.array().framework(), std::move(lse), {n, heads}));
 }
 
@@ -246,23 +258,24 @@ int attention_parts(std::span<const int32_t> query_start_loc, std::span<const in
   return parts_for(pairs * products_a_key);
 }
 
-float scale_of(nb::handle scale) {
-  if (scale.is_none()) return 0;
-  const double value = nb::cast<double>(scale);
-  if (!(value > 0) || !std::isfinite(float(value)) || float(value) == 0)
-    raise(
-        invalid_argument("scale is " + nb::cast<std::string>(nb::str(scale)) + ", it must be finite and above 0"));
-  return float(value);
+void read(const Argument& argument, Scale& into) {
+  if (argument.value.is_none()) {
+    into.factor = 0;
+    return;
+  }
+  into.factor = float(number(argument));
+  if (!(into.factor > 0) || !std::isfinite(into.factor))
+    raise(invalid_argument("scale is " + nb::cast<std::string>(nb::str(argument.value)) +
+                           ", it must be finite and above 0"));
 }
 
-int64_t window_of(nb::handle sliding_window) {
-  if (sliding_window.is_none()) return 0;
-  const int64_t value = nb::cast<int64_t>(sliding_window);
-  if (value == -1) return 0;
-  if (value < 1)
-    raise(invalid_argument("sliding_window is " + std::to_string(value) +
+void read(const Argument& argument, Window& into) {
+  into.keys = argument.value.is_none() ? 0 : whole(argument);
+  if (into.keys == -1 || argument.value.is_none())
+    into.keys = 0;
+  else if (into.keys < 1)
+    raise(invalid_argument("sliding_window is " + std::to_string(into.keys) +
                            ", allowed are 1 and more, -1 or None for none"));
-  return value;
 }
 
 void bind_plans(nb::module_& m) {
@@ -320,9 +333,10 @@ void bind_plans(nb::module_& m) {
         "NaN and infinity are reported by commit. Errors: ValueError (shapes), TypeError (dtype), StaleError.\n"
         "Source: PagedAttention, arXiv 2309.06180, section 4.1.");
   m.def(
-      "attend", &attend, nb::arg("plan"), nb::arg("layer"), nb::arg("q"), nb::kw_only(),
-      nb::arg("out") = nb::none(), nb::arg("scale") = nb::none(), nb::arg("softcap") = 0.0,
-      nb::arg("sliding_window") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("return_lse") = false,
+      "attend", &attend, nb::arg("plan"), nb::arg("layer"), nb::arg("q"), nb::arg("options"),
+      nb::sig("def attend(plan: StepPlan, layer: int, q: object, *, out: object | None = None, "
+              "scale: float | None = None, softcap: float = 0.0, sliding_window: int | None = None, "
+              "sinks: object | None = None, return_lse: bool = False) -> object"),
       "Attention of a plan's queries over everything stored for their sequences, this step's rows included.\n\n"
       "  q        [plan.n_tokens, num_q_heads, head_dim], or with a batch [batch, num_q_heads, n, head_dim]; "
       "float32\n"

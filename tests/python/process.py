@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 
-def python(code, *options, **kwargs):
-    return subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=120, **kwargs)
+def python(code, *options, arguments=(), **kwargs):
+    return subprocess.run([sys.executable, *options, "-c", code, *arguments], capture_output=True, text=True, timeout=120, **kwargs)
 
 
 # Goes behind code that defines attend() and what it gave `before`: both sides of a fork compute the same.

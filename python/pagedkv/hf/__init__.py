@@ -23,7 +23,8 @@ Written for transformers 5.24.
 """
 
 from .attention import attention, padding_mask
-from .cache import PagedCache, PagedLayer
+from .cache import PagedCache
+from .layer import PagedLayer
 from .packed import NAME, PackedRows, PaddingMask
 from .shapes import fingerprint
 

@@ -2,126 +2,21 @@
 
 import contextlib
 import warnings
-import weakref
-from dataclasses import dataclass, field
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 import pagedkv
 
 from .._core import kv_quant_from_env
 from . import saved
-from .packed import NAME, PackedRows, PaddingMask
-from .shapes import FORMAT_OF_DTYPE, LayerShape, identity_of, mode_of, shapes_of, stores_latents
+from .layer import NoLayer, PagedLayer
+from .packed import NAME, PackedRows
+from .shapes import FORMAT_OF_DTYPE, identity_of, mode_of, shapes_of, stores_latents
+from .step import Step, leading_padding
 
 _OPTIONS = ("block_size", "num_blocks", "dynamic", "kv_memory", "max_context", "longest_chunk", "max_sequences",
             "query_path", "isa")
-
-
-@dataclass
-class _Step:
-    """One forward: the columns it brings, the plan that has their slots, and which layers have come so far."""
-
-    plan: object  # StepPlan, or None when every new column is padding
-    n_columns: int
-    padding: list  # [rows] leading new columns that are padding and not stored
-    packed: bool  # begun by our attention
-    stored: set = field(default_factory=set)  # layers whose rows are in the blocks
-    attended: set = field(default_factory=set)  # layers that have read them
-    complete: bool = False
-    mask: object = None  # the padding mask that was checked last
-
-    def places(self):
-        """The rows that take part, in the plan's order."""
-        return [row for row, pad in enumerate(self.padding) if pad < self.n_columns]
-
-    def tokens(self, x):
-        """x [rows, heads, columns, d] as the plan's tokens: as it is where a stride leads from one to the next, else
-        [plan.n_tokens, heads, d]."""
-        if any(self.padding):
-            return torch.cat([x[row, :, self.padding[row]:].transpose(0, 1) for row in self.places()])
-        if x.shape[0] == 1 or x.shape[2] == 1:
-            return x
-        return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
-
-    def columns(self, x):
-        """What attention made of tokens(), [plan.n_tokens, heads, d] or [rows, heads, columns, d] ->
-        [rows, columns, heads, d], padding is 0."""
-        n_rows = len(self.padding)
-        if x.dim() == 4:
-            return x.transpose(1, 2)
-        if not any(self.padding):
-            return x.reshape(n_rows, self.n_columns, *x.shape[1:])
-        out = x.new_zeros(n_rows, self.n_columns, *x.shape[1:])
-        first = 0
-        for row in self.places():
-            n = self.n_columns - self.padding[row]
-            out[row, self.padding[row]:] = x[first:first + n]
-            first += n
-        return out
-
-
-class PagedLayer(CacheLayerMixin):
-    """One layer of a PagedCache, for code that walks `cache.layers`. Layers change together, through the cache."""
-
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False  # blocks are taken by steps, not in advance
-
-    def __init__(self, cache, layer, shape):
-        # Not super().__init__(): keys and values are read from the blocks, not kept. The cache owns its layers; a
-        # weak way back lets it give its blocks back as soon as nobody holds it.
-        self._cache, self._layer, self._shape = weakref.proxy(cache), layer, shape
-        self.is_sliding = shape.window > 0
-
-    def __repr__(self):
-        return f"PagedLayer({self._layer})"
-
-    @property
-    def is_initialized(self):
-        return self._cache.is_initialized
-
-    @property
-    def keys(self):
-        """Dense K, [rows, num_kv_heads, columns, head_dim] of what DynamicCache would hold; counted. None: nothing."""
-        return self._cache._read_all(self._layer)[0]
-
-    @property
-    def values(self):
-        return self._cache._read_all(self._layer)[1]
-
-    def lazy_initialization(self, key_states, value_states):
-        pass
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        return self._cache.update(key_states, value_states, self._layer)
-
-    def get_mask_sizes(self, query_length):
-        """(columns of K, first of them) in the step that brings query_length columns."""
-        seen = self.get_seq_length()
-        first = max(seen - self._shape.window + 1, 0) if self._shape.window else 0
-        return seen + query_length - first, first
-
-    def get_seq_length(self):
-        return self._cache.get_seq_length()
-
-    def get_max_length(self):
-        return self._shape.window or self._cache._options.get("max_context") or -1
-
-    def _together(self, *args, **kwargs):
-        raise NotImplementedError("[PagedLayer] the layers of a PagedCache change together: call the cache's method")
-
-    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _together
-
-
-class _NoLayer(PagedLayer):
-    """A layer without K and V of its own: it reuses another's, or has no attention."""
-
-    def __init__(self, cache, layer):
-        super().__init__(cache, layer, LayerShape(0, 0, 0, 0, 0))
-
-    keys = values = None
 
 
 class PagedCache(Cache):
@@ -171,7 +66,7 @@ class PagedCache(Cache):
         super().__init__(layers=self._make_layers())
 
     def _make_layers(self):
-        return [PagedLayer(self, layer, self._shapes[layer]) if layer in self._shapes else _NoLayer(self, layer)
+        return [PagedLayer(self, layer, self._shapes[layer]) if layer in self._shapes else NoLayer(self, layer)
                 for layer in range(self._config.num_hidden_layers)]
 
     def _forget(self):
@@ -235,7 +130,7 @@ class PagedCache(Cache):
 
     @property
     def is_dummy(self):
-        return [isinstance(layer, _NoLayer) for layer in self.layers]
+        return [isinstance(layer, NoLayer) for layer in self.layers]
 
     def early_initialization(self, batch_size, num_heads, head_dim, dtype, device):
         self._open(batch_size, 0, dtype)
@@ -364,7 +259,7 @@ class PagedCache(Cache):
         """Takes the blocks of a forward. CapacityError: nothing changed."""
         n_rows, _, n_columns, _ = key.shape
         self._open(n_rows, n_columns, key.dtype)
-        step = _Step(None, n_columns, padding, packed)
+        step = Step(None, n_columns, padding, packed)
         asked = [(self._sequences[row], n_columns - padding[row]) for row in step.places()]
         if asked:
             step.plan = self._core.reserve(asked)
@@ -414,40 +309,9 @@ class PagedCache(Cache):
                       "nothing of it is kept", RuntimeWarning, stacklevel=3)
 
     def _padding(self, mask, key):
-        """The leading new columns of each row that are padding, from the mask over all columns.
-
-        Errors: ValueError for what is no left padding, and where the mask and what is stored disagree.
-        """
-        n_rows, n_columns = key.shape[0], key.shape[2]
+        n_rows, _, n_columns, _ = key.shape
         seen = self.get_seq_length()
-        skipped = self._skipped if seen else [0] * n_rows
-        padded = [0] * n_rows
-        if mask is not None:
-            if not isinstance(mask, PaddingMask):
-                raise ValueError(f'[pagedkv] a custom attention mask {list(mask.shape)}: attn_implementation="{NAME}" '
-                                 "takes 2D padding masks only")
-            mask = mask.as_subclass(torch.Tensor)[:, 0, 0]
-            if tuple(mask.shape) != (n_rows, seen + n_columns):
-                raise ValueError(f"[pagedkv] the attention mask is {list(mask.shape)}, expected {n_rows} rows of "
-                                 f"{seen} columns in the cache and {n_columns} new ones")
-            counts = (~mask).sum(-1)
-            wrong = (mask != (torch.arange(mask.shape[1]) >= counts[:, None])).nonzero()
-            if len(wrong):
-                row = int(wrong[0, 0])
-                column = int((~mask[row]).nonzero()[-1])
-                raise ValueError(f"[pagedkv] row {row} of the attention mask hides column {column} behind columns that "
-                                 "it shows: only left padding is supported, no right padding and no holes")
-            padded = counts.tolist()
-        new = []
-        for row in range(n_rows):
-            started = skipped[row] < seen
-            if padded[row] != skipped[row] and (started or padded[row] < skipped[row]):
-                said = f"hides {padded[row]} leading columns" if mask is not None else "is not given"
-                raise ValueError(f"[pagedkv] row {row}: the attention mask {said}, in the forwards before it hid "
-                                 f"{skipped[row]}. Pass the mask over all columns in every forward; a cache that "
-                                 "another attn_implementation filled holds padding as tokens")
-            new.append(padded[row] - skipped[row])
-        return new
+        return leading_padding(mask, n_columns, seen, self._skipped if seen else [0] * n_rows)
 
     # --- dense reads -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,115 @@
+"""Arguments by name: a wrong one is told with its name, its value and what is allowed."""
+
+import re
+
+import numpy as np
+import pytest
+
+import pagedkv
+
+SHAPE = dict(num_kv_heads=2, head_dim=8)
+
+
+@pytest.mark.parametrize("options, error, text", [
+    (dict(num_kv_heads=2.0), TypeError, "num_kv_heads is 2.0, of type float, allowed are integers"),
+    (dict(num_kv_heads="2"), TypeError, "num_kv_heads is '2', of type str, allowed are integers"),
+    (dict(num_layers=True), TypeError, "num_layers is True, of type bool, allowed are integers"),
+    (dict(head_dim_v=[8]), TypeError, r"head_dim_v is \[8\], of type list, allowed are integers"),
+    (dict(dynamic=1), TypeError, "dynamic is 1, of type int, allowed are True and False"),
+    (dict(dynamic="no"), TypeError, "dynamic is 'no', of type str, allowed are True and False"),
+    (dict(prefix_sharing=0), TypeError, "prefix_sharing is 0, of type int, allowed are True and False"),
+    (dict(sliding_window=4.0), TypeError, "sliding_window is 4.0, of type float, allowed are integers"),
+    (dict(block_size=16.0), TypeError, "block_size is 16.0, of type float, allowed are integers"),
+    (dict(block_size=None), TypeError, "block_size is None, allowed are integers"),
+    (dict(block_size=2**70), ValueError, "block_size is 1180591620717411303424, allowed are"),
+    (dict(kv_quant=8), TypeError, "kv_quant is 8, of type int, allowed are modes such as 'q8'"),
+    (dict(arena=1), TypeError, "arena is 1, of type int, allowed are strings"),
+    (dict(arena="heap"), ValueError, 'arena is "heap", allowed are block_major, layer_major'),
+    (dict(colour="red"), TypeError, "Cache got an unexpected keyword argument 'colour'; there are num_layers, num_kv_"),
+])
+def test_a_wrong_option_of_a_cache_is_named(options, error, text):
+    with pytest.raises(error, match=text):
+        pagedkv.Cache(**SHAPE | options)
+
+
+@pytest.mark.parametrize("options, text", [
+    (dict(layers=3), "layers is 3, of type int, allowed are lists"),
+    (dict(layers=[0, 1.5]), "layers is 1.5, of type float, allowed are integers"),
+    (dict(head_dim=np.float32(8)), "head_dim is .*8.0.*, of type float32, allowed are integers"),
+])
+def test_a_wrong_option_of_a_group_is_named(options, text):
+    with pytest.raises(TypeError, match=text):
+        pagedkv.Group(**dict(layers=[0]) | SHAPE | options)
+    with pytest.raises(TypeError, match="Group needs layers, num_kv_heads and head_dim"):
+        pagedkv.Group(layers=[0])
+
+
+def test_groups_are_a_list_of_them():
+    with pytest.raises(TypeError, match="groups is .*, of type int, allowed are lists of Group"):
+        pagedkv.Cache(3)
+
+
+def test_integers_and_bools_of_numpy_are_such():
+    cache = pagedkv.Cache(num_kv_heads=np.int64(2), head_dim=np.uint8(8), dynamic=np.bool_(True), num_blocks=np.int32(7))
+    assert cache.dynamic and cache.groups[0].num_kv_heads == 2
+
+
+@pytest.fixture
+def step():
+    cache = pagedkv.Cache(**SHAPE, kv_quant="f32", num_blocks=8)
+    plan = cache.reserve([(cache.start().sequence, 1)])
+    rows = np.ones((1, 2, 8), np.float32)
+    pagedkv.append(plan, 0, rows, rows)
+    return plan, rows
+
+
+@pytest.mark.parametrize("options, text", [
+    (dict(scale="1"), "scale is '1', of type str, allowed are numbers"),
+    (dict(scale=True), "scale is True, of type bool, allowed are numbers"),
+    (dict(softcap=None), "softcap is None, allowed are numbers"),
+    (dict(sliding_window=4.0), "sliding_window is 4.0, of type float, allowed are integers"),
+    (dict(return_lse=1), "return_lse is 1, of type int, allowed are True and False"),
+    (dict(window=1), "attend got an unexpected keyword argument 'window'; there are out, scale"),
+])
+def test_a_wrong_option_of_attend_is_named(step, options, text):
+    plan, rows = step
+    with pytest.raises(TypeError, match=text):
+        pagedkv.attend(plan, 0, rows, **options)
+
+
+def test_numbers_may_be_of_any_kind(step):
+    plan, rows = step
+    for scale in (1, 1.0, np.float32(1), np.float64(1), np.int8(1), np.array(1.0)):
+        np.testing.assert_array_equal(pagedkv.attend(plan, 0, rows, scale=scale, softcap=0), rows)
+
+
+@pytest.mark.parametrize("options, text", [
+    (dict(scale=[1]), r"scale is \[1\], of type list, allowed are numbers"),
+    (dict(head_dim_v=8.0), "head_dim_v is 8.0, of type float, allowed are integers"),
+    (dict(query_path=None), "query_path is None, allowed are strings"),
+    (dict(block_table=None), "paged_attention got an unexpected keyword argument 'block_table'"),
+])
+def test_a_wrong_option_of_paged_attention_is_named(options, text):
+    blocks = np.zeros((2, 4, 2, 8), np.float32)
+    with pytest.raises(TypeError, match=text):
+        pagedkv.paged_attention(np.ones((1, 2, 8), np.float32), blocks, blocks, np.zeros((1, 1), np.int32), [1], **options)
+
+
+def test_a_long_value_is_cut_short():
+    with pytest.raises(TypeError) as caught:
+        pagedkv.Cache(**SHAPE | dict(num_blocks="é" * 1000))
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("function, call", [
+    (pagedkv.Cache.__init__, lambda: pagedkv.Cache(wrong=1)),
+    (pagedkv.Group.__init__, lambda: pagedkv.Group(wrong=1)),
+    (pagedkv.paged_attention, lambda: pagedkv.paged_attention(0, 0, 0, wrong=1)),
+    (pagedkv.attend, lambda: pagedkv.attend(pagedkv.Cache(**SHAPE).reserve([]), 0, 0, wrong=1)),
+], ids=["Cache", "Group", "paged_attention", "attend"])
+def test_the_signature_names_what_there_is(function, call):
+    with pytest.raises(TypeError, match="there are") as caught:
+        call()
+    signature = function.__nb_signature__[0][0]
+    by_name = re.findall(r"(\w+):", signature[signature.index("*"):])
+    assert by_name == str(caught.value).split("there are ")[1].split(", ")
