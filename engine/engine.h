@@ -38,9 +38,6 @@ struct ModelInfo {
   std::string fingerprint;        // identifies weights and rotary setting; part of every cache key
 };
 
-// Architectures that load() accepts, for messages and help.
-std::vector<std::string> supported_architectures();
-
 // Errors: kNotFound, kCorrupt (with the offset or key, value and limit), kUnsupported (lists what works).
 Result<ModelInfo> read_model_info(const std::string& path);
 

@@ -41,7 +41,6 @@ struct PagedKVCache::Impl {
   LayerShape shape;              // from the first write
   std::unique_ptr<Cache> cache;  // null until then
   SequenceId sequence;
-  int64_t num_q_heads = 0;  // what the cache is made for; 0: not yet known
 
   Status open(const HeadMajorRows& keys, const HeadMajorRows& values);
   Status check(const HeadMajorRows& keys, const HeadMajorRows& values) const;

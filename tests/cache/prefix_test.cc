@@ -110,16 +110,18 @@ TEST(Prefix, NothingAfterAMissingBlockCounts) {  // O-SHARE-07
     World w({.blocks = 4});
     w.prefill("a", tokens(0, 13));
     w.close("a");
+    // Evicting in LRU order would take the tail; holding the others makes it take this one.
+    auto& pool = const_cast<BlockPool&>(w.core->pool(0));
     const auto keys = w.core->hash_prompt(tokens(0, 13), "");
-    uint32_t parent = w.core->root("");
-    for (int i = 0; i < missing; ++i)
-      parent = w.core->index().find(parent, keys[size_t(i)], tokens(4 * i, 4 * i + 4)).entry;
-    const uint32_t entry =
-        w.core->index().find(parent, keys[size_t(missing)], tokens(4 * missing, 4 * missing + 4)).entry;
-    // Evicting in LRU order would take the tail; take this one out by hand.
-    const BlockId block = w.core->index().block(entry, 0);
-    const_cast<BlockPool&>(w.core->pool(0)).clear_entry(block);
-    w.core->index().forget_block(entry, 0);
+    std::vector<BlockId> others;
+    uint32_t entry = w.core->root("");
+    for (int i = 0; i < 3; ++i) {
+      entry = w.core->index().find(entry, keys[size_t(i)], tokens(4 * i, 4 * i + 4)).entry;
+      if (i != missing) others.push_back(w.core->index().block(entry, 0));
+    }
+    for (const BlockId block : others) pool.hold(block);
+    pool.evict_all_cached();
+    for (const BlockId block : others) pool.drop(block);
     w.expect_sound();
     EXPECT_EQ(w.start("b", tokens(0, 13)), 4 * missing);
     EXPECT_EQ(w.reason, PrefixReason::kEvicted);

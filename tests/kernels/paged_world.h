@@ -23,9 +23,9 @@
 #include <vector>
 
 #include "api/work.h"
-#include "base/half.h"
 #include "kernels/kernels.h"
 #include "pagedkv/layout.h"
+#include "tests/kernels/half.h"
 
 namespace pagedkv {
 
