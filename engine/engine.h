@@ -48,7 +48,7 @@ Result<std::unique_ptr<Text>> load_text(const ModelInfo& model);
 struct MachineMemory {
   Bytes limit;
   Bytes default_kv_memory;  // half of limit minus the weights, or an eighth of what large weights leave
-  std::optional<Bytes> ram = std::nullopt;     // none: cannot be read
+  Bytes ram{0};
   std::optional<Bytes> cgroup = std::nullopt;  // tightest limit of the own cgroup and those above
 };
 MachineMemory machine_memory(const ModelInfo& model);

@@ -16,6 +16,7 @@
 #include "cache/cache_core.h"
 #include "kernels/kernels.h"
 #include "pagedkv/log.h"
+#include "pagedkv/machine.h"
 #include "store/arena.h"
 
 namespace pagedkv {
