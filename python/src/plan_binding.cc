@@ -140,7 +140,9 @@ nb::object attend(PyPlan& plan, int layer, nb::handle q, nb::handle out, nb::han
                     .sinks = sink_logits ? sink_logits->data() : nullptr};
     const int parts = attention_parts(step.query_start_loc(), step.seq_lens(),
                                       heads * (group.shape.head_dim_k + group.shape.head_dim_v));
-    args.scratch = cache.scratch.get(cache.cache->scratch_bytes(step, parts).n);
+    const auto scratch = cache.scratch.get(cache.cache->scratch_bytes(step, parts));
+    if (!scratch.ok()) return scratch.status();
+    args.scratch = *scratch;
     Status status = run_parts(parts, [&](int part) { return cache.cache->attend(args, {part, parts}); });
     return status.ok() ? cache.cache->merge(args) : status;
   }));
