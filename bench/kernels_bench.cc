@@ -13,6 +13,7 @@
 #include "bench/table.h"
 #include "engine/engine.h"
 #include "pagedkv/cache.h"
+#include "pagedkv/scratch.h"
 
 namespace pagedkv::bench {
 namespace {
@@ -79,10 +80,6 @@ Result<Case> parse_case(const std::string& name) {
   return c;
 }
 
-struct FreeAligned {
-  void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t{64}); }
-};
-
 // A cache that holds many copies of a case's K and V: a pass walks them in turn, so that no byte is still in a
 // cache of the CPU. Up to 32 layers are copies, as in a model; after that, further sequences are.
 class Paged {
@@ -115,8 +112,9 @@ class Paged {
       if (!plan.ok()) return plan.status();
       paged->plans.push_back(std::move(*plan));
     }
-    paged->scratch_bytes_ = paged->cache->scratch_bytes(paged->plans[0], threads, c.heads_q).n;
-    paged->scratch_.reset(new (std::align_val_t{64}) std::byte[size_t(paged->scratch_bytes_)]);
+    const auto scratch = paged->memory_.get(paged->cache->scratch_bytes(paged->plans[0], threads, c.heads_q));
+    if (!scratch.ok()) return scratch.status();
+    paged->scratch_ = *scratch;
     std::mt19937 random(9);
     std::normal_distribution<float> normal;
     paged->q.resize(size_t(c.batch * c.rows * c.heads_q * c.head_dim));
@@ -136,7 +134,7 @@ class Paged {
                               .num_q_heads = heads_q_,
                               .q = q.data(),
                               .out = out.data(),
-                              .scratch = {scratch_.get(), size_t(scratch_bytes_)}};
+                              .scratch = scratch_};
         if (!cache->attend(args, part).ok()) std::abort();
         team.sync();
         if (!cache->merge(args, part).ok()) std::abort();
@@ -193,8 +191,9 @@ class Paged {
     return Status();
   }
 
-  std::unique_ptr<std::byte[], FreeAligned> scratch_;
-  int64_t scratch_bytes_ = 0, heads_q_ = 0;
+  Scratch memory_;
+  std::span<std::byte> scratch_;
+  int64_t heads_q_ = 0;
 };
 
 // What a case is held against.

@@ -399,8 +399,6 @@ void add_serve_options(CLI::App& command, ServeOptions& options) {
       });
   command.add_flag("--log-prompts", options.server.log_prompts,
                    wrapped("also log the bodies of requests. Off by default: nobody's text is logged"));
-  command.add_flag_callback(
-      "--no-cache-dir", [] {}, wrapped("keep nothing on disk, which is the only way for now"));
   add_sampling_options(command, options.server.sampling);
 }
 

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <utility>
 
-#include "engine/blocks.h"
+#include "engine/decoder_layers.h"
 
 namespace pagedkv::engine {
 namespace {
@@ -53,7 +53,7 @@ class Gemma3 : public Architecture {
     x = ggml_scale(b.ctx, x, std::sqrt(static_cast<float>(h.n_embd)));
     for (int64_t layer = 0; layer < h.n_layers; ++layer) {
       ggml_tensor* normed = b.rms_norm(x, layer_name(layer, "attn_norm"));
-      ggml_tensor* out = wanted_rows(b, layer, attention_block(b, layer, normed, nullptr));
+      ggml_tensor* out = wanted_rows(b, layer, self_attention(b, layer, normed, nullptr));
       out = b.rms_norm(out, layer_name(layer, "post_attention_norm"));
       x = ggml_add(b.ctx, out, wanted_rows(b, layer, x));
       normed = b.rms_norm(x, layer_name(layer, "ffn_norm"));

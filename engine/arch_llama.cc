@@ -2,7 +2,7 @@
 //
 // As in libllama, a sliding window in the file is not applied: Mistral 7B v0.1, the one such model, was trained
 // with it, and every GGUF engine runs it with full attention.
-#include "engine/blocks.h"
+#include "engine/decoder_layers.h"
 
 namespace pagedkv::engine {
 namespace {

@@ -1,7 +1,7 @@
 // Architecture "qwen2": Qwen 1.5, Qwen 2 and 2.5. As llama, with biases of Q, K and V, and rotation by halves.
 //
 // As in libllama, a sliding window in the file is not applied.
-#include "engine/blocks.h"
+#include "engine/decoder_layers.h"
 
 namespace pagedkv::engine {
 namespace {

@@ -2,7 +2,7 @@
 // biases, and heads whose width is independent of the embedding's.
 //
 // As in libllama, a sliding window in the file is not applied.
-#include "engine/blocks.h"
+#include "engine/decoder_layers.h"
 
 namespace pagedkv::engine {
 namespace {

@@ -220,9 +220,8 @@ Result<StepOutput> Engine::run_step(std::span<const StepInput> inputs) {
   Graph& g = **graph;
   auto plan = e.cache->reserve(requests);
   if (!plan.ok()) return plan.status();
-  if (!e.scratch.reserve(static_cast<size_t>(e.cache->scratch_bytes(*plan, threads(), model().n_head).n))) {
-    return Status(Code::kNoMemory, "[step] no memory for the attention of " + std::to_string(n_tokens) + " tokens");
-  }
+  const auto scratch = e.scratch.get(e.cache->scratch_bytes(*plan, threads(), model().n_head));
+  if (!scratch.ok()) return scratch.status();
 
   auto* tokens = static_cast<int32_t*>(g.tokens->data);
   auto* rows = static_cast<int32_t*>(g.output_rows->data);
@@ -240,7 +239,7 @@ Result<StepOutput> Engine::run_step(std::span<const StepInput> inputs) {
   std::fill(positions + n_tokens, positions + n_columns, 0);
   std::fill(rows, static_cast<int32_t*>(g.output_rows->data) + n_outputs, 0);
 
-  e.attention.begin(*e.cache, *plan, e.scratch.span());
+  e.attention.begin(*e.cache, *plan, *scratch);
   Status ran = e.graphs->compute(g);
   Status attended = e.attention.finish();
   for (Status* s : {&attended, &ran}) {

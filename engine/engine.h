@@ -39,9 +39,6 @@ struct ModelInfo {
   std::string fingerprint;        // identifies weights and rotary setting; part of every cache key
 };
 
-// Architectures that load() accepts, for messages and help.
-std::vector<std::string> supported_architectures();
-
 // Errors: kNotFound, kCorrupt (with the offset or key, value and limit), kUnsupported (lists what works).
 Result<ModelInfo> read_model_info(const std::string& path);
 
@@ -52,7 +49,7 @@ Result<std::unique_ptr<Text>> load_text(const ModelInfo& model);
 struct MachineMemory {
   Bytes limit;
   Bytes default_kv_memory;  // half of limit minus the weights, or an eighth of what large weights leave
-  std::optional<Bytes> ram = std::nullopt;     // none: cannot be read
+  Bytes ram{0};
   std::optional<Bytes> cgroup = std::nullopt;  // tightest limit of the own cgroup and those above
 };
 MachineMemory machine_memory(const ModelInfo& model);

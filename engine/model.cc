@@ -94,12 +94,6 @@ Result<Inspected> inspect_named(const GgufFile& file) {
 
 }  // namespace
 
-std::vector<std::string> supported_architectures() {
-  std::vector<std::string> names;
-  for (const Architecture* a : architectures()) names.emplace_back(a->name());
-  return names;
-}
-
 Result<ModelInfo> read_model_info(const std::string& path) {
   auto file = GgufFile::open(path);
   if (!file.ok()) return file.status();

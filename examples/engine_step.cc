@@ -10,12 +10,14 @@
 #include <vector>
 
 #include "pagedkv/cache.h"
+#include "pagedkv/scratch.h"
 
 using pagedkv::AttendArgs;
 using pagedkv::Blocks;
 using pagedkv::Cache;
 using pagedkv::Format;
 using pagedkv::Result;
+using pagedkv::Scratch;
 using pagedkv::Status;
 using pagedkv::StepPlan;
 using pagedkv::StepRequest;
@@ -25,10 +27,6 @@ namespace {
 
 constexpr int kLayers = 2;
 constexpr int64_t kQueryHeads = 4, kKvHeads = 2, kHeadDim = 64;
-
-struct alignas(64) CacheLine {
-  std::byte bytes[64];
-};
 
 struct Projections {
   std::vector<float> q;     // [n_tokens, kQueryHeads, kHeadDim]
@@ -58,7 +56,9 @@ Result<std::vector<float>> step(Cache& cache, std::span<const StepRequest> reque
   if (!plan.ok()) return plan.status();
 
   std::vector<float> out(plan->n_tokens() * kQueryHeads * kHeadDim);
-  std::vector<CacheLine> scratch((cache.scratch_bytes(*plan, 1, kQueryHeads).n + 63) / 64);
+  Scratch memory;
+  const auto scratch = memory.get(cache.scratch_bytes(*plan, 1, kQueryHeads));
+  if (!scratch.ok()) return scratch.status();
   for (int layer = 0; layer < kLayers; ++layer) {
     const Projections rows = project(layer, requests, *plan);  // the model's part: q, k, v
     const AttendArgs args{.plan = *plan,
@@ -66,7 +66,7 @@ Result<std::vector<float>> step(Cache& cache, std::span<const StepRequest> reque
                           .num_q_heads = kQueryHeads,
                           .q = rows.q.data(),
                           .out = out.data(),
-                          .scratch = std::as_writable_bytes(std::span(scratch))};
+                          .scratch = *scratch};
     Status status = cache.append(*plan, layer, {.data = rows.k.data()}, {.data = rows.v.data()});
     if (status.ok()) status = cache.attend(args);  // over packed blocks, this step's rows included
     if (status.ok()) status = cache.merge(args);

@@ -10,11 +10,13 @@
 #include <vector>
 
 #include "pagedkv/cache.h"
+#include "pagedkv/scratch.h"
 
 using pagedkv::AttendArgs;
 using pagedkv::Cache;
 using pagedkv::ReadRequest;
 using pagedkv::Result;
+using pagedkv::Scratch;
 using pagedkv::SequenceId;
 using pagedkv::Status;
 using pagedkv::StepRequest;
@@ -24,10 +26,6 @@ namespace {
 
 constexpr int64_t kQueryHeads = 4, kKvHeads = 2, kHeadDim = 64;
 constexpr int64_t kFirst = 200, kSecond = 100;  // tokens in the two parts
-
-struct alignas(64) CacheLine {
-  std::byte bytes[64];
-};
 
 std::vector<float> random_values(uint32_t seed, int64_t n) {
   std::minstd_rand random(seed);
@@ -70,14 +68,16 @@ Result<State> attend_over(const Holder& part, std::span<const float> q) {
   const ReadRequest request{.sequence = part.sequence, .n_queries = Tokens(1)};  // at the last position: sees all
   auto plan = part.cache->plan_read({&request, 1});                              // stores nothing, needs no commit
   if (!plan.ok()) return plan.status();
-  std::vector<CacheLine> scratch((part.cache->scratch_bytes(*plan, 1, kQueryHeads).n + 63) / 64);
+  Scratch memory;
+  const auto scratch = memory.get(part.cache->scratch_bytes(*plan, 1, kQueryHeads));
+  if (!scratch.ok()) return scratch.status();
   const AttendArgs args{.plan = *plan,
                         .layer = 0,
                         .num_q_heads = kQueryHeads,
                         .q = q.data(),
                         .out = state.out.data(),
                         .lse = state.lse.data(),
-                        .scratch = std::as_writable_bytes(std::span(scratch))};
+                        .scratch = *scratch};
   if (Status status = part.cache->attend(args); !status.ok()) return status;
   if (Status status = part.cache->merge(args); !status.ok()) return status;
   return state;

@@ -9,12 +9,14 @@
 #include <vector>
 
 #include "pagedkv/cache.h"
+#include "pagedkv/scratch.h"
 
 using pagedkv::AttendArgs;
 using pagedkv::Cache;
 using pagedkv::Format;
 using pagedkv::Part;
 using pagedkv::Result;
+using pagedkv::Scratch;
 using pagedkv::Status;
 using pagedkv::StepPlan;
 using pagedkv::StepRequest;
@@ -23,10 +25,6 @@ namespace {
 
 constexpr int kLayers = 2;
 constexpr int64_t kQueryHeads = 4, kKvHeads = 2, kHeadDim = 64, kTokens = 300;
-
-struct alignas(64) CacheLine {
-  std::byte bytes[64];
-};
 
 // Random numbers stand in for a model's q, k and v: [n_tokens, heads, kHeadDim].
 std::vector<float> random_rows(uint32_t seed, int64_t n_tokens, int64_t heads) {
@@ -43,7 +41,9 @@ Result<std::vector<float>> run_layers(Cache& cache, StepPlan& plan, int n_thread
   const std::vector<float> q = random_rows(1, n_tokens, kQueryHeads);
   const std::vector<float> k = random_rows(2, n_tokens, kKvHeads), v = random_rows(3, n_tokens, kKvHeads);
   std::vector<float> out(n_tokens * kQueryHeads * kHeadDim);
-  std::vector<CacheLine> scratch((cache.scratch_bytes(plan, n_threads, kQueryHeads).n + 63) / 64);
+  Scratch memory;
+  const auto scratch = memory.get(cache.scratch_bytes(plan, n_threads, kQueryHeads));
+  if (!scratch.ok()) return scratch.status();
 
   std::barrier everybody(n_threads);
   std::vector<Status> statuses(n_threads);
@@ -56,7 +56,7 @@ Result<std::vector<float>> run_layers(Cache& cache, StepPlan& plan, int n_thread
                             .num_q_heads = kQueryHeads,
                             .q = q.data(),
                             .out = out.data(),
-                            .scratch = std::as_writable_bytes(std::span(scratch))};
+                            .scratch = *scratch};
       if (status.ok()) status = cache.append(plan, layer, {.data = k.data()}, {.data = v.data()}, part);
       everybody.arrive_and_wait();  // attend reads the rows that others append
       if (status.ok()) status = cache.attend(args, part);

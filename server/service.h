@@ -31,7 +31,6 @@ class Service {
   void open(engine::StepModel& model, engine::Scheduler& scheduler, const HttpServer& http);
   void fail(const Status& why);  // the model cannot be loaded
   void drain();                  // no new completions
-  bool draining() const { return draining_.load(); }
 
  private:
   friend class CompletionJob;

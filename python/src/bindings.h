@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <new>
 #include <span>
 
 #include "arrays.h"
@@ -14,26 +12,6 @@ namespace pagedkv::python {
 void bind_formats(nb::module_& module);
 void bind_cache(nb::module_& module);
 void bind_block_arrays(nb::module_& module);
-
-// 64-byte aligned memory that only grows: scratch of attention.
-class Scratch {
- public:
-  std::span<std::byte> get(int64_t bytes) {
-    if (bytes > size_) {
-      memory_.reset();
-      memory_.reset(static_cast<std::byte*>(::operator new[](size_t(bytes), std::align_val_t{64})));
-      size_ = bytes;
-    }
-    return {memory_.get(), size_t(bytes)};
-  }
-
- private:
-  struct Free {
-    void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t{64}); }
-  };
-  std::unique_ptr<std::byte[], Free> memory_;
-  int64_t size_ = 0;
-};
 
 // How many parts pay: threads cost about as much as a few hundred thousand products.
 int parts_for(int64_t products);

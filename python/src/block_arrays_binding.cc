@@ -7,6 +7,7 @@
 #include "bindings.h"
 #include "errors.h"
 #include "pagedkv/block_arrays.h"
+#include "pagedkv/scratch.h"
 #include "workers.h"
 
 namespace pagedkv::python {
@@ -207,8 +208,10 @@ nb::object paged_attention(nb::handle query, nb::handle key_cache, nb::handle va
     const size_t n_sequences = size_t(tables.view.n_sequences);
     const int parts = attention_parts({tables.view.query_start_loc, n_sequences + 1},
                                       {tables.view.seq_lens, n_sequences}, heads * (head_dim + v_dim));
-    thread_local Scratch scratch;
-    args.scratch = scratch.get(plan->scratch_bytes(parts).n);
+    thread_local Scratch memory;
+    const auto scratch = memory.get(plan->scratch_bytes(parts));
+    if (!scratch.ok()) return scratch.status();
+    args.scratch = *scratch;
     Status status = run_parts(parts, [&](int part) { return plan->attend(args, {part, parts}); });
     return status.ok() ? plan->merge(args) : status;
   }));

@@ -12,6 +12,7 @@
 #include "bindings.h"
 #include "errors.h"
 #include "pagedkv/cache.h"
+#include "pagedkv/scratch.h"
 
 namespace pagedkv::python {
 

@@ -153,7 +153,9 @@ nb::object attend(PyPlan& plan, int layer, nb::handle q, const nb::kwargs& given
                     .sinks = sink_logits ? sink_logits->data() : nullptr};
     const int parts = attention_parts(step.query_start_loc(), step.seq_lens(),
                                       heads * (group.shape.head_dim_k + group.shape.head_dim_v));
-    args.scratch = cache.scratch.get(cache.cache->scratch_bytes(step, parts, heads).n);
+    const auto scratch = cache.scratch.get(cache.cache->scratch_bytes(step, parts, heads));
+    if (!scratch.ok()) return scratch.status();
+    args.scratch = *scratch;
     Status status = run_parts(parts, [&](int part) { return cache.cache->attend(args, {part, parts}); });
     return status.ok() ? cache.cache->merge(args) : status;
   }));

@@ -133,7 +133,7 @@ struct BlockAttention::Impl {
   kernels::Batch batch;
   kernels::AttendShape shape;
   const kernels::Entry* entry = nullptr;
-  Work work;
+  kernels::Work work;
 
   LayerAttention attention() const { return {layer, batch, shape, work, *entry}; }
 };

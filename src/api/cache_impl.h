@@ -9,7 +9,7 @@
 #include "api/layer_attention.h"
 #include "api/query_path.h"
 #include "api/step_plan.h"
-#include "api/work.h"
+#include "kernels/plan/work.h"
 #include "base/check.h"
 #include "base/text.h"
 #include "cache/cache_core.h"
@@ -121,7 +121,7 @@ struct Cache::Impl : StepPlan::Impl::Home {
   void plan_group_work(StepPlan::Impl& plan) const {
     plan.work.resize(options.groups.size());
     for (size_t g = 0; g < plan.work.size(); ++g)
-      plan_work(plan.batch(g), options.groups[g].sliding_window, options.groups[g].shape.num_kv_heads,
+      kernels::plan_work(plan.batch(g), options.groups[g].sliding_window, options.groups[g].shape.num_kv_heads,
                 plan.work[g]);
   }
 };

@@ -8,6 +8,7 @@
 #include "api/isa.h"
 #include "base/env.h"
 #include "pagedkv/log.h"
+#include "pagedkv/machine.h"
 
 namespace pagedkv {
 

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "api/work.h"
 #include "base/text.h"
 #include "kernels/kernels.h"
+#include "kernels/plan/work.h"
 #include "pagedkv/status.h"
 #include "pagedkv/units.h"
 
@@ -22,7 +22,7 @@ struct LayerAttention {
   kernels::LayerStore layer;
   kernels::Batch batch;
   kernels::AttendShape shape;
-  const Work& work;
+  const kernels::Work& work;
   const kernels::Entry& entry;
 
   int64_t partial_bytes() const {

@@ -4,20 +4,13 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <new>
 
 #include "base/env.h"
 #include "base/text.h"
+#include "pagedkv/scratch.h"
 
 namespace pagedkv {
 namespace {
-
-struct FreeAligned {
-  void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t{64}); }
-};
-using Scratch = std::unique_ptr<std::byte[], FreeAligned>;
-
-Scratch make_scratch(Bytes bytes) { return Scratch(new (std::align_val_t{64}) std::byte[size_t(bytes.n)]); }
 
 KvRows rows_of(const HeadMajorRows& rows) {
   return {.data = rows.data, .token_stride = rows.head_dim, .head_stride = rows.n_tokens * rows.head_dim};
@@ -171,8 +164,9 @@ Result<std::vector<float>> PagedKVCache::paged_attention(const HeadMajorRows& q,
     for (int64_t t = 0; t < n; ++t)
       std::copy_n(q.data + (h * n + t) * q.head_dim, q.head_dim,
                   token_major.begin() + (t * heads + h) * q.head_dim);
-  const Bytes bytes = cache.scratch_bytes(*plan, 1, heads);
-  const Scratch scratch = make_scratch(bytes);
+  Scratch memory;
+  const auto scratch = memory.get(cache.scratch_bytes(*plan, 1, heads));
+  if (!scratch.ok()) return scratch.status();
   const AttendArgs args{.plan = *plan,
                         .num_q_heads = heads,
                         .q = token_major.data(),
@@ -180,7 +174,7 @@ Result<std::vector<float>> PagedKVCache::paged_attention(const HeadMajorRows& q,
                         .scale = options.scale,
                         .softcap = options.softcap,
                         .sliding_window = options.sliding_window,
-                        .scratch = {scratch.get(), size_t(bytes.n)}};
+                        .scratch = *scratch};
   if (Status status = cache.attend(args); !status.ok()) return status;
   if (Status status = cache.merge(args); !status.ok()) return status;
   std::vector<float> head_major(out.size());

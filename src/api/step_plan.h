@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "api/work.h"
 #include "cache/step_arrays.h"
 #include "kernels/kernels.h"
+#include "kernels/plan/work.h"
 #include "pagedkv/cache.h"
 
 namespace pagedkv {
@@ -21,11 +21,11 @@ struct StepPlan::Impl {
   };
 
   StepArrays arrays;
-  std::vector<Work> work;        // per group
-  std::vector<uint64_t> faults;  // per sequence: kernels::kNoFault or its first row that is not finite
-  uint64_t owner = 0;            // Cache::Impl::id of the cache that made it; 0: none
-  bool read_only = false;        // made by plan_read: nothing to append or commit
-  std::weak_ptr<Home> home;      // of a plan that writes
+  std::vector<kernels::Work> work;  // per group
+  std::vector<uint64_t> faults;     // per sequence: kernels::kNoFault or its first row that is not finite
+  uint64_t owner = 0;               // Cache::Impl::id of the cache that made it; 0: none
+  bool read_only = false;           // made by plan_read: nothing to append or commit
+  std::weak_ptr<Home> home;         // of a plan that writes
 
   kernels::Batch batch(size_t group) const {
     const StepArrays::Group& g = arrays.groups[group];

@@ -236,16 +236,6 @@ void BlockPool::set_entry(BlockId id, uint32_t entry) {
   count(block, +1);
 }
 
-void BlockPool::clear_entry(BlockId id) {
-  Block& block = blocks_[index(id)];
-  PKV_CHECK(block.entry != kNoEntry);
-  if (block.holders == 0) lru_remove(uint32_t(id));
-  count(block, -1);
-  block.entry = kNoEntry;
-  count(block, +1);
-  if (block.holders == 0) give(uint32_t(id));
-}
-
 void BlockPool::evict_one() {
   const uint32_t id = lru_head_;
   ++events_.eviction;

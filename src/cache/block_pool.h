@@ -58,8 +58,6 @@ class BlockPool {
   void drop(BlockId block);
   // The block's key went into the index at `entry`; nobody writes it any more. Requires: no entry yet.
   void set_entry(BlockId block, uint32_t entry);
-  // The index forgot the block's key. A cached block becomes free.
-  void clear_entry(BlockId block);
   void evict_all_cached();
 
   uint32_t holders(BlockId block) const { return blocks_[index(block)].holders; }

@@ -6,10 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <limits>
-#include <sstream>
-#include <string>
 #include <vector>
 
 #include "base/text.h"
@@ -75,89 +71,6 @@ int64_t AddressRange::resident(int64_t offset, int64_t bytes) const {
     done += run;
   }
   return total;
-}
-
-namespace {
-
-constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
-
-// The number in a one-line file; kNoLimit for "max", a missing file or a nonsense value.
-int64_t read_number(const std::string& path) {
-  std::ifstream file(path);
-  uint64_t value = 0;
-  if (!(file >> value) || value > uint64_t(kNoLimit)) return kNoLimit;
-  return int64_t(value);
-}
-
-int64_t read_field(const std::string& path, const std::string& name) {
-  std::ifstream file(path);
-  std::string word;
-  int64_t value = 0;
-  while (file >> word >> value)
-    if (word == name) return value;
-  return 0;
-}
-
-struct Cgroup {
-  std::string folder;  // "" when there is none
-  bool v2 = false;
-};
-
-// The process's memory cgroup. Inside a container the mount often shows its own cgroup as the root.
-Cgroup memory_cgroup() {
-  std::ifstream file("/proc/self/cgroup");
-  std::string line;
-  Cgroup found;
-  while (std::getline(file, line)) {
-    const size_t first = line.find(':'), second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    const std::string path = line.substr(second + 1);
-    if (controllers.empty()) {
-      if (found.folder.empty()) found = {"/sys/fs/cgroup" + path, true};
-    } else if (("," + controllers + ",").find(",memory,") != std::string::npos) {
-      found = {"/sys/fs/cgroup/memory" + path, false};
-    }
-  }
-  return found;
-}
-
-// Calls `visit(folder)` for the process's cgroup and everything above it: any of them may be the tight one.
-template <class Visit>
-void for_each_cgroup(const Cgroup& group, const Visit& visit) {
-  const std::string root = group.v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
-  std::string folder = group.folder;
-  while (folder.size() >= root.size() && !folder.empty()) {
-    visit(folder);
-    const size_t slash = folder.find_last_of('/');
-    if (slash == std::string::npos || folder == root) break;
-    folder.resize(std::max(slash, root.size()));
-  }
-}
-
-}  // namespace
-
-int64_t memory_limit() {
-  int64_t limit = int64_t(sysconf(_SC_PHYS_PAGES)) * int64_t(sysconf(_SC_PAGESIZE));
-  const Cgroup group = memory_cgroup();
-  for_each_cgroup(group, [&](const std::string& folder) {
-    limit = std::min(limit, read_number(folder + (group.v2 ? "/memory.max" : "/memory.limit_in_bytes")));
-  });
-  return limit;
-}
-
-int64_t cgroup_room() {
-  int64_t room = kNoLimit;
-  const Cgroup group = memory_cgroup();
-  for_each_cgroup(group, [&](const std::string& folder) {
-    const int64_t limit = read_number(folder + (group.v2 ? "/memory.max" : "/memory.limit_in_bytes"));
-    if (limit >= kNoLimit / 2) return;
-    const int64_t used = read_number(folder + (group.v2 ? "/memory.current" : "/memory.usage_in_bytes"));
-    const int64_t droppable =
-        read_field(folder + "/memory.stat", group.v2 ? "inactive_file" : "total_inactive_file");
-    room = std::min(room, std::max<int64_t>(0, limit - used + droppable));
-  });
-  return room;
 }
 
 }  // namespace pagedkv

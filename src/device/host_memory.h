@@ -1,4 +1,4 @@
-// Host memory: address space that is reserved once and made writable in pieces, and how much of it there may be.
+// Host memory: address space that is reserved once and made writable in pieces.
 #pragma once
 
 #include <cstddef>
@@ -40,11 +40,5 @@ class AddressRange {
   void* mapping_ = nullptr;  // what mmap gave; data_ is its first 2 MiB boundary
   int64_t mapping_size_ = 0;
 };
-
-// min(RAM, cgroup limit), v1 or v2, in bytes.
-int64_t memory_limit();
-// Bytes the tightest cgroup still allows this process to take, or INT64_MAX when none limits it. Clean page cache
-// counts as free, because the kernel drops it first.
-int64_t cgroup_room();
 
 }  // namespace pagedkv

@@ -72,10 +72,6 @@ PKV_INLINE void reduce_add4(const Vec* a, float* sums) {
   const Vec halves = half_sums(a[0], a[1], a[2], a[3]);
   _mm_storeu_ps(sums, _mm256_castps256_ps128(add(halves, _mm256_permute2f128_ps(halves, halves, 0x01))));
 }
-PKV_INLINE float reduce_add(Vec a) {
-  const Vec halves = half_sums(a, a, a, a);
-  return _mm256_cvtss_f32(add(halves, _mm256_permute2f128_ps(halves, halves, 0x01)));
-}
 
 PKV_INLINE Vec load_f16(const uint8_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

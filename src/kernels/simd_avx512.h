@@ -74,16 +74,11 @@ PKV_INLINE void reduce_accs(const Vec* a, float* sums) {
   const Vec q2 = quarter_sums(a[8], a[9], a[10], a[11]), q3 = quarter_sums(a[12], a[13], a[14], a[15]);
   store(sums, fold_quarters(fold_quarters(q0, q1), fold_quarters(q2, q3)));
 }
-// The sums of four, each by the tree of reduce_add.
+// The sums of four, each by the same tree.
 PKV_INLINE void reduce_add4(const Vec* a, float* sums) {
   const Vec quarters = quarter_sums(a[0], a[1], a[2], a[3]);
   const Vec halves = fold_quarters(quarters, quarters);
   _mm_storeu_ps(sums, _mm512_castps512_ps128(fold_quarters(halves, halves)));
-}
-PKV_INLINE float reduce_add(Vec a) {
-  const Vec quarters = quarter_sums(a, a, a, a);
-  const Vec halves = fold_quarters(quarters, quarters);
-  return _mm512_cvtss_f32(fold_quarters(halves, halves));
 }
 
 PKV_INLINE Vec load_f16(const uint8_t* p) {

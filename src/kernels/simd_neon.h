@@ -57,7 +57,6 @@ PKV_INLINE void reduce_accs(const Vec* a, float* sums) {
   for (int i = 0; i < kAccs; i += 4) store(sums + i, quad_sums(a[i], a[i + 1], a[i + 2], a[i + 3]));
 }
 PKV_INLINE void reduce_add4(const Vec* a, float* sums) { store(sums, quad_sums(a[0], a[1], a[2], a[3])); }
-PKV_INLINE float reduce_add(Vec a) { return vpadds_f32(vadd_f32(vget_low_f32(a), vget_high_f32(a))); }
 
 PKV_INLINE Vec load_f16(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 PKV_INLINE Vec load_bf16(const uint8_t* p) {

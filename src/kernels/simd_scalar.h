@@ -79,7 +79,6 @@ PKV_INLINE void reduce_accs(const Vec* a, float* sums) {
   store(sums + 4, quad_sums(a[4], a[5], a[6], a[7]));
 }
 PKV_INLINE void reduce_add4(const Vec* a, float* sums) { store(sums, quad_sums(a[0], a[1], a[2], a[3])); }
-PKV_INLINE float reduce_add(Vec a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 
 // kLanes elements of each format as floats: exact, except that q formats come without their scale.
 PKV_INLINE Vec load_f16(const uint8_t* p) {

@@ -5,6 +5,7 @@
 
 #include "base/text.h"
 #include "pagedkv/log.h"
+#include "pagedkv/machine.h"
 
 namespace pagedkv {
 

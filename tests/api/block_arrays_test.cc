@@ -10,6 +10,7 @@
 #include <random>
 
 #include "pagedkv/cache.h"
+#include "pagedkv/scratch.h"
 
 namespace pagedkv {
 namespace {
@@ -23,17 +24,6 @@ std::vector<float> random_rows(int64_t n, uint32_t seed) {
   for (float& value : x) value = normal(generator);
   return x;
 }
-
-struct FreeAligned {
-  void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t{64}); }
-};
-struct Scratch {
-  explicit Scratch(Bytes bytes)
-      : memory(static_cast<std::byte*>(::operator new[](size_t(bytes.n), std::align_val_t{64}))), size(bytes.n) {}
-  std::span<std::byte> span() const { return {memory.get(), size_t(size)}; }
-  std::unique_ptr<std::byte[], FreeAligned> memory;
-  int64_t size;
-};
 
 std::unique_ptr<Cache> make_cache(Format format, int64_t num_blocks = 64) {
   auto cache = Cache::create({.groups = {{.shape = {kHeads, kDim, kDim, {format, format}}, .layers = {0}}},
@@ -63,13 +53,13 @@ TEST(BlockArrays, ReadByTablesTheTensorsOfACacheGiveItsBits) {
     ASSERT_TRUE(reading.ok());
     const auto q = random_rows(6, 3);
     std::vector<float> expected(3 * 4 * kDim), expected_lse(12), out(expected.size()), lse(12);
-    const Scratch scratch(cache->scratch_bytes(*reading, 1, 4));
+    Scratch scratch, own;
     const AttendArgs args{.plan = *reading,
                           .num_q_heads = 4,
                           .q = q.data(),
                           .out = expected.data(),
                           .lse = expected_lse.data(),
-                          .scratch = scratch.span()};
+                          .scratch = *scratch.get(cache->scratch_bytes(*reading, 1, 4))};
     ASSERT_TRUE(cache->attend(args).ok());
     ASSERT_TRUE(cache->merge(args).ok());
 
@@ -84,8 +74,10 @@ TEST(BlockArrays, ReadByTablesTheTensorsOfACacheGiveItsBits) {
                                                 {.num_q_heads = 4});
     ASSERT_TRUE(attention.ok()) << attention.status().message();
     for (const int parts : {1, 3}) {
-      const Scratch own(attention->scratch_bytes(parts));
-      const BlockAttention::Args call{.q = q.data(), .out = out.data(), .lse = lse.data(), .scratch = own.span()};
+      const BlockAttention::Args call{.q = q.data(),
+                                      .out = out.data(),
+                                      .lse = lse.data(),
+                                      .scratch = *own.get(attention->scratch_bytes(parts))};
       for (int part = 0; part < parts; ++part) ASSERT_TRUE(attention->attend(call, {part, parts}).ok());
       ASSERT_TRUE(attention->merge(call).ok());
       EXPECT_EQ(out, expected);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "pagedkv/cache.h"
+#include "pagedkv/scratch.h"
 
 namespace pagedkv {
 
@@ -77,8 +78,7 @@ class Desk {
     auto plan = cache->reserve(requests);
     last = plan.status();
     if (!plan.ok()) return {};
-    std::vector<float> scratch(size_t(cache->scratch_bytes(*plan, o.threads, o.heads_q).n) / 4 + 32);
-    std::byte* aligned = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+    Scratch scratch;
     std::map<std::string, Outputs> outputs;
     for (int layer = 0; layer < o.layers; ++layer) {
       std::vector<float> k, v, q;
@@ -93,7 +93,7 @@ class Desk {
                             .num_q_heads = o.heads_q,
                             .q = q.data(),
                             .out = out.data(),
-                            .scratch = {aligned, size_t(cache->scratch_bytes(*plan, o.threads, o.heads_q).n)}};
+                            .scratch = *scratch.get(cache->scratch_bytes(*plan, o.threads, o.heads_q))};
       parts([&](Part part) { EXPECT_TRUE(cache->append(*plan, layer, {k.data()}, {v.data()}, part).ok()); });
       parts([&](Part part) { EXPECT_TRUE(cache->attend(args, part).ok()); });
       parts([&](Part part) { EXPECT_TRUE(cache->merge(args, part).ok()); });

@@ -22,10 +22,10 @@
 #include <thread>
 #include <vector>
 
-#include "api/work.h"
-#include "base/half.h"
 #include "kernels/kernels.h"
+#include "kernels/plan/work.h"
 #include "pagedkv/layout.h"
+#include "tests/kernels/half.h"
 
 namespace pagedkv {
 
@@ -246,7 +246,7 @@ class World {
                                      .sliding_window = spec_.sliding_window,
                                      .k_codes = spec_.k_codes,
                                      .v_codes = spec_.v_codes};
-    Work work;
+    kernels::Work work;
     plan_work(a.batch(), spec_.sliding_window, spec_.num_kv_heads, work);
     std::vector<float> partials(size_t(work.partial_rows * q_heads() * kernels::partial_floats(d)), kNan);
     const int64_t scratch_bytes = spec_.entry.part_scratch_bytes(layer_, shape);

@@ -53,7 +53,7 @@ TEST(Sparse, BlocksPastTwoToThe31ElementsHoldTheirOwnRows) {  // O-NUM-07
         {.layer = layer, .batch = batch, .k = input, .v = input, .faults = faults.data(), .counters = &counters},
         {});
 
-    Work work;
+    kernels::Work work;
     const kernels::AttendShape shape{.num_q_heads = kHeads};
     plan_work(batch, 0, kHeads, work);
     const int64_t scratch_bytes = entry.part_scratch_bytes(layer, shape);

@@ -8,7 +8,7 @@ namespace {
 
 struct Plan {
   std::vector<int32_t> lens, starts = {0};
-  Work work;
+  kernels::Work work;
 
   // {length, new tokens} by sequence
   Plan(const std::vector<std::pair<int, int>>& sequences, int64_t window, int64_t kv_heads = 2) {

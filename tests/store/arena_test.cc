@@ -13,6 +13,7 @@
 #include <string>
 
 #include "pagedkv/log.h"
+#include "pagedkv/machine.h"
 
 namespace pagedkv {
 namespace {

@@ -1,5 +1,5 @@
 // Limits of the machine, read from files of the test's own.
-#include "engine/machine.h"
+#include "pagedkv/machine.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -9,7 +9,7 @@
 #include <fstream>
 #include <string>
 
-namespace pagedkv::engine {
+namespace pagedkv {
 namespace {
 
 class Machine : public testing::Test {
@@ -64,7 +64,22 @@ TEST_F(Machine, ObeysCgroupV1) {
   EXPECT_EQ(cgroup_cpus(files()), 2);
 }
 
+TEST_F(Machine, HasTheRoomThatTheTightestCgroupLeaves) {
+  EXPECT_EQ(cgroup_room(files()), INT64_MAX);
+  put("self", "0::/a/b\n");
+  put("cgroup/a/b/memory.max", "5000000\n");
+  put("cgroup/a/b/memory.current", "1000000\n");
+  put("cgroup/a/memory.max", "6000000\n");
+  put("cgroup/a/memory.current", "5500000\n");
+  put("cgroup/a/memory.stat", "anon 5000000\ninactive_file 200000\n");
+  EXPECT_EQ(cgroup_room(files()), 700000);  // what is clean can be dropped
+  put("self", "4:memory:/job\n");
+  put("cgroup/memory/job/memory.limit_in_bytes", "300\n");
+  put("cgroup/memory/job/memory.usage_in_bytes", "400\n");
+  EXPECT_EQ(cgroup_room(files()), 0);
+}
+
 TEST_F(Machine, HasAtLeastOneCpu) { EXPECT_GE(affinity_cpus(), 1); }
 
 }  // namespace
-}  // namespace pagedkv::engine
+}  // namespace pagedkv

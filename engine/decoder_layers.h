@@ -1,4 +1,4 @@
-// Blocks that the families of models are put together from: tensor lists and pieces of graph.
+// Parts that the families of decoders are put together from: tensor lists and pieces of graph.
 //
 // A graph follows the tensors of its file: a bias, a norm of heads or a head of its own is applied where the file
 // has it. What a file may have is said by tensors(), and check_tensors refuses the rest.
@@ -38,7 +38,7 @@ std::vector<TensorSpec> decoder_tensors(const HyperParameters& h, const LayerPar
 
 // Norm of heads, rotation, attention through the cache and output projection. `x` is normed, [n_embd, n_tokens];
 // `factors` of the rotation may be null. Returns [n_embd, n_tokens].
-ggml_tensor* attention_block(GraphBuilder& b, int64_t layer, ggml_tensor* x, ggml_tensor* factors);
+ggml_tensor* self_attention(GraphBuilder& b, int64_t layer, ggml_tensor* x, ggml_tensor* factors);
 
 // W_down (act(W_gate x) * W_up x)
 ggml_tensor* feed_forward(const GraphBuilder& b, int64_t layer, ggml_tensor* x, ggml_glu_op activation);

@@ -1,4 +1,4 @@
-#include "engine/blocks.h"
+#include "engine/decoder_layers.h"
 
 #include "engine/attention_node.h"
 
@@ -89,7 +89,7 @@ std::vector<TensorSpec> decoder_tensors(const HyperParameters& h, const LayerPar
 
 // --- graph ----------------------------------------------------------------------------------------------------
 
-ggml_tensor* attention_block(GraphBuilder& b, int64_t layer, ggml_tensor* x, ggml_tensor* factors) {
+ggml_tensor* self_attention(GraphBuilder& b, int64_t layer, ggml_tensor* x, ggml_tensor* factors) {
   const HyperParameters& h = b.h;
   const Rope& rope = h.rope_of(layer);
   ggml_tensor* q = heads(b, b.linear(x, layer_name(layer, "attn_q")), h.head_dim_k);
@@ -126,7 +126,7 @@ ggml_tensor* pre_norm_decoder(GraphBuilder& b) {
   ggml_tensor* x = ggml_get_rows(b.ctx, b.weight("token_embd.weight"), b.tokens);  // [n_embd, n_tokens]
   for (int64_t layer = 0; layer < b.h.n_layers; ++layer) {
     ggml_tensor* normed = b.rms_norm(x, layer_name(layer, "attn_norm"));
-    ggml_tensor* out = wanted_rows(b, layer, attention_block(b, layer, normed, factors));
+    ggml_tensor* out = wanted_rows(b, layer, self_attention(b, layer, normed, factors));
     x = ggml_add(b.ctx, out, wanted_rows(b, layer, x));
     normed = b.rms_norm(x, layer_name(layer, "ffn_norm"));
     x = ggml_add(b.ctx, feed_forward(b, layer, normed, GGML_GLU_OP_SWIGLU), x);

@@ -1,11 +1,9 @@
-#include "api/work.h"
+#include "kernels/plan/work.h"
 
 #include <algorithm>
 
-namespace pagedkv {
+namespace pagedkv::kernels {
 namespace {
-
-using kernels::kRunTokens;
 
 // About the multiplications of one KV head; the constants stand for what does not depend on the number of rows
 // (reading and decoding) and of keys (setting up).
@@ -23,11 +21,11 @@ Keys visible(int64_t first, int64_t last, int64_t window) {
 
 }  // namespace
 
-void plan_work(const kernels::Batch& batch, int64_t sliding_window, int64_t num_kv_heads, Work& work) {
+void plan_work(const Batch& batch, int64_t sliding_window, int64_t num_kv_heads, Work& work) {
   work.items.clear();
   work.merges.clear();
   work.total_cost = work.partial_rows = 0;
-  const auto add = [&](kernels::WorkItem item) {
+  const auto add = [&](WorkItem item) {
     item.cost_before = work.total_cost;
     work.total_cost += item.cost * num_kv_heads;
     work.items.push_back(item);
@@ -41,7 +39,7 @@ void plan_work(const kernels::Batch& batch, int64_t sliding_window, int64_t num_
     const auto run_begin = int32_t(keys.begin / kRunTokens);
     const auto run_end = int32_t((keys.end + kRunTokens - 1) / kRunTokens);
 
-    if (n_rows <= kernels::kMaxSplitRows && run_end - run_begin > 1) {
+    if (n_rows <= kMaxSplitRows && run_end - run_begin > 1) {
       work.merges.push_back({sequence, row_begin, row_end, run_begin, run_end, work.partial_rows});
       for (int32_t run = run_begin; run < run_end; ++run) {
         const int64_t n_keys = std::min(keys.end, (run + 1) * kRunTokens) - std::max(keys.begin, run * kRunTokens);
@@ -56,8 +54,8 @@ void plan_work(const kernels::Batch& batch, int64_t sliding_window, int64_t num_
       }
       continue;
     }
-    for (int32_t row = row_begin; row < row_end; row += int32_t(kernels::kRowTile)) {
-      const int32_t tile_end = std::min(row_end, row + int32_t(kernels::kRowTile));
+    for (int32_t row = row_begin; row < row_end; row += int32_t(kRowTile)) {
+      const int32_t tile_end = std::min(row_end, row + int32_t(kRowTile));
       const int64_t first = first_position + row - row_begin, last = first_position + tile_end - 1 - row_begin;
       const Keys tile = visible(first, last, sliding_window);
       // Causal rows see half of the last keys on average.
@@ -72,4 +70,4 @@ void plan_work(const kernels::Batch& batch, int64_t sliding_window, int64_t num_
   }
 }
 
-}  // namespace pagedkv
+}  // namespace pagedkv::kernels

@@ -1,12 +1,10 @@
-// f16 and bf16 as bit patterns, rounding to nearest even.
+// f16 and bf16 as bit patterns, rounding to nearest even: what the kernels' conversions are held against.
 #pragma once
 
 #include <bit>
 #include <cstdint>
 
 namespace pagedkv {
-
-inline constexpr float kMaxF16 = 65504.0f;
 
 inline float f16_to_f32(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000u) << 16;
