@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -31,13 +30,6 @@ constexpr auto kBlocksWatchedFor = std::chrono::seconds(3);
 constexpr double kSmoothing = 0.2;  // weight of the last step in the averages that size chunks
 
 double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
-
-Histogram histogram(std::vector<double> bounds) {
-  Histogram h;
-  h.counts.resize(bounds.size() + 1);
-  h.bounds = std::move(bounds);
-  return h;
-}
 
 struct Job;
 
@@ -70,32 +62,6 @@ struct Job {
   int64_t slots(const Stream& s) const { return s.choice == 0 ? 1 + request.n - std::ssize(streams) : 1; }
 };
 
-std::vector<TokenScore> best_scores(std::span<const float> logits, int64_t n, float normalizer) {
-  std::vector<TokenScore> best;
-  const auto less = [](const TokenScore& a, const TokenScore& b) { return a.logprob > b.logprob; };  // a min-heap
-  for (size_t i = 0; i < logits.size(); ++i) {
-    if (std::ssize(best) == n && (n == 0 || logits[i] <= best.front().logprob)) continue;
-    if (std::ssize(best) == n) {
-      std::pop_heap(best.begin(), best.end(), less);
-      best.pop_back();
-    }
-    best.push_back({static_cast<int32_t>(i), logits[i]});
-    std::push_heap(best.begin(), best.end(), less);
-  }
-  std::sort_heap(best.begin(), best.end(), less);
-  for (TokenScore& score : best) score.logprob -= normalizer;
-  return best;
-}
-
-ScoredToken scores_of(std::span<const float> logits, int32_t token, int64_t n_top) {
-  const float top = *std::max_element(logits.begin(), logits.end());
-  double sum = 0;
-  for (const float x : logits) sum += std::exp(x - top);
-  const float normalizer = top + static_cast<float>(std::log(sum));
-  return {.drawn = {token, logits[static_cast<size_t>(token)] - normalizer},
-          .top = best_scores(logits, n_top, normalizer)};
-}
-
 Status check(const SchedulerOptions& o) {
   const auto refuse = [](const char* what, auto value, const char* limit) {
     return invalid_argument("[scheduler] " + std::string(what) + " is " + std::to_string(value) + ", " + limit);
@@ -112,18 +78,9 @@ Status check(const SchedulerOptions& o) {
 
 }  // namespace
 
-void Histogram::add(double value) {
-  const auto at = std::lower_bound(bounds.begin(), bounds.end(), value) - bounds.begin();
-  ++counts[static_cast<size_t>(at)];
-  sum += value;
-}
-
 struct Scheduler::Impl {
   Impl(StepModel& step_model, const SchedulerOptions& scheduler_options)
       : model(step_model), options(scheduler_options), cache(step_model.cache()), text(step_model.text()) {
-    figures.first_token_seconds = histogram({.01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 20, 50, 100});
-    figures.between_tokens_seconds = histogram({.005, .01, .02, .03, .05, .075, .1, .15, .2, .3, .5, 1, 2, 5});
-    figures.request_seconds = histogram({.1, .2, .5, 1, 2, 5, 10, 20, 50, 100, 200, 500});
     figures.cache = cache.stats();
     published = figures;
     capacity = cache.capacity();
@@ -710,26 +667,5 @@ int64_t Scheduler::open_requests() const {
 }
 const SchedulerOptions& Scheduler::options() const { return impl_->options; }
 int64_t Scheduler::max_choices() const { return impl_->max_choices(); }
-
-std::vector<std::pair<const char*, int64_t>> named_counts(const SchedulerStats& s) {
-  return {{"running", s.running},
-          {"waiting", s.waiting},
-          {"requests", s.requests},
-          {"refused", s.refused},
-          {"finished_stop", s.finished_stop},
-          {"finished_length", s.finished_length},
-          {"cancelled", s.cancelled},
-          {"failed", s.failed},
-          {"preemptions", s.preemptions},
-          {"prompt_tokens_computed", s.prompt_tokens_computed},
-          {"prompt_tokens_cached", s.prompt_tokens_cached},
-          {"generated_tokens", s.generated_tokens},
-          {"steps", s.steps}};
-}
-
-std::vector<std::pair<const char*, double>> named_seconds(const SchedulerStats& s) {
-  return {
-      {"busy_seconds", s.busy_seconds}, {"model_seconds", s.model_seconds}, {"seconds_in_step", s.seconds_in_step}};
-}
 
 }  // namespace pagedkv::engine
