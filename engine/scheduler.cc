@@ -12,6 +12,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "engine/admission.h"
+#include "engine/batch.h"
 #include "pagedkv/log.h"
 
 namespace pagedkv::engine {
@@ -21,13 +23,10 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kMaxChoices = 128;
 constexpr int64_t kMaxTopLogprobs = 20;
-constexpr int64_t kLeastChunk = 16;       // prompt tokens of a step, however short it is to be
-constexpr int64_t kMostOvertaken = 8;     // times that a request without room lets a smaller one pass
 constexpr int64_t kAdmissionWindow = 64;  // waiting requests that are looked at before a step
 constexpr auto kPublishEvery = std::chrono::milliseconds(250);
 constexpr auto kResidentEvery = std::chrono::seconds(5);
 constexpr auto kBlocksWatchedFor = std::chrono::seconds(3);
-constexpr double kSmoothing = 0.2;  // weight of the last step in the averages that size chunks
 
 double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
@@ -53,7 +52,7 @@ struct Job {
   std::vector<PrefixKey> keys;                   // of the prompt's full blocks
   std::vector<std::unique_ptr<Stream>> streams;  // choice 0 alone until the prompt is computed
   int64_t open = 0;                              // choices that are not finished, those to come included
-  int64_t overtaken = 0;
+  int64_t times_passed = 0;
   bool admitted = false, length = false;
   Usage usage;
   Clock::time_point arrived;
@@ -80,7 +79,11 @@ Status check(const SchedulerOptions& o) {
 
 struct Scheduler::Impl {
   Impl(StepModel& step_model, const SchedulerOptions& scheduler_options)
-      : model(step_model), options(scheduler_options), cache(step_model.cache()), text(step_model.text()) {
+      : model(step_model),
+        options(scheduler_options),
+        cache(step_model.cache()),
+        text(step_model.text()),
+        batcher(options.max_num_batched_tokens, options.max_step_seconds) {
     figures.cache = cache.stats();
     published = figures;
     capacity = cache.capacity();
@@ -121,8 +124,7 @@ struct Scheduler::Impl {
   SchedulerStats figures;
   bool changed = false;  // requests came or ended since the last publish()
   Clock::time_point last_publish{}, last_resident{};
-  double seconds_per_prompt_token = 0, decode_seconds = 0;  // of the last steps
-  size_t first_decoder = 0;  // where the next step begins, when not all answers fit into one
+  Batcher batcher;
 
   int64_t max_choices() const { return std::min(kMaxChoices, options.max_num_seqs); }
 
@@ -246,67 +248,57 @@ struct Scheduler::Impl {
   }
 
   // --- admission ------------------------------------------------------------------------------------------------
-  int64_t slots_in_use() const {
-    int64_t n = 0;
-    for (const Stream* s : running) n += s->job->slots(*s);
-    return n;
-  }
-  // Tokens that running sequences are still to take, as far as they are promised.
-  int64_t promised() const {
-    const int64_t block = cache.options().block_size.n;
-    int64_t n = 0;
-    for (const Stream* s : running) n += s->pending() + s->job->slots(*s) * (options.growth.n + block);
-    return n;
-  }
-  // Somebody is computing more of this prompt than is cached: it is worth to wait for it.
-  bool is_being_computed(const Stream& s) const {
-    const int64_t block = cache.options().block_size.n;
-    const auto& keys = s.job->keys;
-    int64_t longest = 0;
-    for (const Stream* other : running) {
-      if (other->choice != 0 || other->computed >= std::ssize(other->job->request.prompt)) continue;
-      const auto& theirs = other->job->keys;
-      const auto same = std::mismatch(keys.begin(), keys.end(), theirs.begin(), theirs.end()).first - keys.begin();
-      if (other->computed / block < same) longest = std::max<int64_t>(longest, same * block);
+  Room room() const {
+    const Tokens growth(options.growth.n + cache.options().block_size.n);  // a choice may begin a block of its own
+    Room room{.sequences = options.max_num_seqs, .nobody_runs = running.empty(), .growth = growth};
+    for (const Stream* s : running) {
+      const int64_t choices = s->job->slots(*s);
+      room.sequences -= choices;
+      room.promised.n += s->pending() + choices * growth.n;
     }
-    return longest > 0 && longest > match(s).cached.n;
+    return room;
   }
   PrefixMatch match(const Stream& s) const {
     return cache.match(s.job->request.prompt, s.job->keys, s.job->request.name_space);
+  }
+  Tokens soon_cached_of(const Stream& s) const {
+    Tokens longest(0);
+    for (const Stream* other : running) {
+      if (other->choice != 0 || other->computed >= std::ssize(other->job->request.prompt)) continue;
+      longest = std::max(
+          longest, soon_cached(s.job->keys, other->job->keys, Tokens(other->computed), cache.options().block_size));
+    }
+    return longest;
   }
 
   // In the order of arrival. One that does not fit may be passed by smaller ones, but not for ever; one whose
   // prompt somebody is computing waits for that, and loses nothing by it.
   void admit() {
-    int64_t slots = slots_in_use();
     const std::vector<Stream*> candidates(
         waiting.begin(), waiting.begin() + std::min<std::ptrdiff_t>(std::ssize(waiting), kAdmissionWindow));
     std::vector<Job*> passed;
     for (Stream* s : candidates) {
-      if (slots >= options.max_num_seqs) return;
-      if (is_being_computed(*s)) continue;
-      const uint64_t id = static_cast<uint64_t>(s->job->id);
-      const bool fits = slots + s->job->slots(*s) <= options.max_num_seqs;
-      if (fits && place(*s)) {
-        slots += s->job->slots(*s);
-        running.push_back(s);
-        std::erase(waiting, s);
-        for (Job* job : passed) ++job->overtaken;
-      } else if (jobs.contains(id)) {  // else it could never be placed, and has been ended
-        if (s->job->overtaken >= kMostOvertaken) return;
+      const Room left = room();
+      if (left.sequences <= 0) return;
+      const PrefixMatch found = match(*s);
+      if (soon_cached_of(*s) > found.cached) continue;
+      const Verdict verdict = judge(left, {.choices = s->job->slots(*s),
+                                           .to_compute = Tokens(std::ssize(s->tokens) - found.cached.n),
+                                           .available = cache.available_beside(found),
+                                           .times_passed = s->job->times_passed});
+      if (verdict == Verdict::kHoldAll) return;
+      if (verdict == Verdict::kLetPass) {
         passed.push_back(s->job);
+        continue;
       }
+      if (!open(*s)) return;  // its request has ended, and those that follow may have been its choices
+      for (Job* job : passed) ++job->times_passed;
     }
   }
 
-  // Opens the sequence if there is room for what is to be computed and for some growth.
-  bool place(Stream& s) {
+  // False: it could not be opened, and its request was ended.
+  bool open(Stream& s) {
     Job& job = *s.job;
-    if (!running.empty()) {
-      const int64_t growth = job.slots(s) * (options.growth.n + cache.options().block_size.n) + promised();
-      const PrefixMatch found = match(s);
-      if (std::ssize(s.tokens) - found.cached.n + growth > cache.available_beside(found).n) return false;
-    }
     // What it had before it was preempted is no hit: it was counted when it came.
     auto started =
         cache.start(s.tokens, {.name_space = job.request.name_space, .counted = !job.admitted, .keys = job.keys});
@@ -323,50 +315,25 @@ struct Scheduler::Impl {
       job.usage.queue_seconds = seconds(Clock::now() - job.arrived);
       figures.prompt_tokens_cached += started->reused.n;
     }
+    std::erase(waiting, &s);
+    running.push_back(&s);
     return true;
   }
 
   // --- one step -------------------------------------------------------------------------------------------------
-  struct Share {
-    Stream* stream;
-    int64_t n_tokens;
-  };
-
-  // One token of each answer, then chunks of prompts, the oldest first.
-  std::vector<Share> shares() {
-    std::vector<Share> chosen;
-    int64_t left = options.max_num_batched_tokens.n;
-    std::vector<Stream*> decoding;
-    for (Stream* s : running)
-      if (s->pending() == 1) decoding.push_back(s);
-    const auto n_decoding = std::min<int64_t>(std::ssize(decoding), left);
-    for (int64_t i = 0; i < n_decoding; ++i)
-      chosen.push_back({decoding[(first_decoder + static_cast<size_t>(i)) % decoding.size()], 1});
-    first_decoder = n_decoding < std::ssize(decoding) ? first_decoder + static_cast<size_t>(n_decoding) : 0;
-    left -= n_decoding;
-    if (n_decoding > 0 && options.max_step_seconds > 0 && seconds_per_prompt_token > 0) {
-      const double room = (options.max_step_seconds - decode_seconds) / seconds_per_prompt_token;
-      left = std::min(left, std::max(kLeastChunk, static_cast<int64_t>(room)));
-    }
-    for (Stream* s : running) {
-      if (s->pending() == 1) continue;
-      if (left <= 0) break;
-      const int64_t n = std::min(left, s->pending());
-      chosen.push_back({s, n});
-      left -= n;
-    }
-    return chosen;
-  }
-
   void step() {
     while (!running.empty()) {
-      const std::vector<Share> chosen = shares();
+      // As they are now: running changes as answers fork and end.
+      const std::vector<Stream*> streams = running;
+      std::vector<int64_t> pending;
+      for (const Stream* s : streams) pending.push_back(s->pending());
+      const std::vector<Share> chosen = batcher.choose(pending);
       std::vector<StepInput> inputs;
       for (const Share& share : chosen) {
-        const std::span<const int32_t> tokens = share.stream->tokens;
-        inputs.push_back({.sequence = share.stream->sequence,
-                          .tokens = tokens.subspan(static_cast<size_t>(share.stream->computed),
-                                                   static_cast<size_t>(share.n_tokens))});
+        const Stream& s = *streams[share.sequence];
+        inputs.push_back({.sequence = s.sequence,
+                          .tokens = std::span<const int32_t>(s.tokens).subspan(
+                              static_cast<size_t>(s.computed), static_cast<size_t>(share.n_tokens))});
       }
       const auto begin = Clock::now();
       step_began.store(begin.time_since_epoch().count());
@@ -376,8 +343,8 @@ struct Scheduler::Impl {
       figures.model_seconds += took;
       if (out.ok()) {
         ++figures.steps;
-        learn(chosen, took);
-        take(chosen, *out);
+        batcher.learn(chosen, took);
+        take(streams, chosen, *out);
         return;
       }
       const bool no_room = out.status().code() == Code::kCapacity || out.status().code() == Code::kNoMemory;
@@ -386,27 +353,12 @@ struct Scheduler::Impl {
         continue;
       }
       std::vector<Job*> failed;  // each once
-      for (const Share& share : chosen)
-        if (std::find(failed.begin(), failed.end(), share.stream->job) == failed.end())
-          failed.push_back(share.stream->job);
+      for (const Share& share : chosen) {
+        Job* job = streams[share.sequence]->job;
+        if (std::find(failed.begin(), failed.end(), job) == failed.end()) failed.push_back(job);
+      }
       for (Job* job : failed) end(*job, out.status());
       return;
-    }
-  }
-
-  // What a step costs, for the size of the next chunks.
-  void learn(const std::vector<Share>& chosen, double took) {
-    int64_t n_prompt = 0;
-    for (const Share& share : chosen) n_prompt += share.n_tokens > 1 ? share.n_tokens : 0;
-    const auto blend = [](double& average, double value) {
-      average = average == 0 ? value : average + kSmoothing * (value - average);
-    };
-    if (n_prompt == 0) {
-      blend(decode_seconds, took);
-    } else if (n_prompt >= kLeastChunk) {
-      const bool decoded = std::ssize(chosen) > 1 && chosen[0].n_tokens == 1;
-      blend(seconds_per_prompt_token,
-            std::max(took - (decoded ? decode_seconds : 0), took / 4) / static_cast<double>(n_prompt));
     }
   }
 
@@ -426,11 +378,11 @@ struct Scheduler::Impl {
     waiting.insert(place, s);
   }
 
-  void take(const std::vector<Share>& chosen, const StepOutput& out) {
+  void take(const std::vector<Stream*>& streams, const std::vector<Share>& chosen, const StepOutput& out) {
     const auto vocab = static_cast<size_t>(text.vocab_size());
     const auto now = Clock::now();
     std::vector<Job*> owners;  // of the chosen: a request that fails takes its other choices with it
-    for (const Share& share : chosen) owners.push_back(share.stream->job);
+    for (const Share& share : chosen) owners.push_back(streams[share.sequence]->job);
     std::vector<Job*> gone;
     for (size_t i = 0; i < chosen.size(); ++i) {
       Job& job = *owners[i];
@@ -438,7 +390,7 @@ struct Scheduler::Impl {
       Status status = out.statuses[i];
       if (status.ok()) {
         const auto row = static_cast<size_t>(out.first_row[i]) * vocab;
-        status = go_on(*chosen[i].stream, chosen[i].n_tokens, out.logits, row, vocab, now);
+        status = go_on(*streams[chosen[i].sequence], chosen[i].n_tokens, out.logits, row, vocab, now);
       }
       if (status.ok()) continue;
       gone.push_back(&job);
