@@ -1,100 +1,22 @@
 #include "engine/scheduler.h"
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <cmath>
-#include <condition_variable>
-#include <deque>
 #include <exception>
-#include <mutex>
-#include <new>
+#include <string>
 #include <thread>
-#include <unordered_map>
 #include <utility>
 
+#include "engine/board.h"
+#include "engine/inbox.h"
+#include "engine/loop.h"
 #include "pagedkv/log.h"
 
 namespace pagedkv::engine {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr int64_t kMaxChoices = 128;
 constexpr int64_t kMaxTopLogprobs = 20;
-constexpr int64_t kLeastChunk = 16;       // prompt tokens of a step, however short it is to be
-constexpr int64_t kMostOvertaken = 8;     // times that a request without room lets a smaller one pass
-constexpr int64_t kAdmissionWindow = 64;  // waiting requests that are looked at before a step
-constexpr auto kPublishEvery = std::chrono::milliseconds(250);
-constexpr auto kResidentEvery = std::chrono::seconds(5);
-constexpr auto kBlocksWatchedFor = std::chrono::seconds(3);
-constexpr double kSmoothing = 0.2;  // weight of the last step in the averages that size chunks
-
-double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
-
-Histogram histogram(std::vector<double> bounds) {
-  Histogram h;
-  h.counts.resize(bounds.size() + 1);
-  h.bounds = std::move(bounds);
-  return h;
-}
-
-struct Job;
-
-// One choice of a request: a sequence and the answer that grows on it.
-struct Stream {
-  Job* job = nullptr;
-  int64_t choice = 0;
-  std::unique_ptr<Answer> answer;
-  std::vector<int32_t> tokens;  // prompt, then what was drawn and is not the end
-  int64_t computed = 0;         // leading tokens whose K and V are stored; meaningful while it runs
-  SequenceId sequence;
-  Clock::time_point last_token;
-
-  int64_t pending() const { return std::ssize(tokens) - computed; }
-};
-
-struct Job {
-  RequestId id{};  // ascending with arrival
-  ServeRequest request;
-  std::shared_ptr<RequestSink> sink;
-  PrefixMatch match;                             // of the prompt
-  std::vector<std::unique_ptr<Stream>> streams;  // choice 0 alone until the prompt is computed
-  int64_t open = 0;                              // choices that are not finished, those to come included
-  int64_t overtaken = 0;
-  bool admitted = false, length = false;
-  Usage usage;
-  Clock::time_point arrived;
-
-  // Choices that will come out of this stream: all of them while the prompt is not computed.
-  int64_t slots(const Stream& s) const { return s.choice == 0 ? 1 + request.n - std::ssize(streams) : 1; }
-};
-
-std::vector<TokenScore> best_scores(std::span<const float> logits, int64_t n, float normalizer) {
-  std::vector<TokenScore> best;
-  const auto less = [](const TokenScore& a, const TokenScore& b) { return a.logprob > b.logprob; };  // a min-heap
-  for (size_t i = 0; i < logits.size(); ++i) {
-    if (std::ssize(best) == n && (n == 0 || logits[i] <= best.front().logprob)) continue;
-    if (std::ssize(best) == n) {
-      std::pop_heap(best.begin(), best.end(), less);
-      best.pop_back();
-    }
-    best.push_back({static_cast<int32_t>(i), logits[i]});
-    std::push_heap(best.begin(), best.end(), less);
-  }
-  std::sort_heap(best.begin(), best.end(), less);
-  for (TokenScore& score : best) score.logprob -= normalizer;
-  return best;
-}
-
-ScoredToken scores_of(std::span<const float> logits, int32_t token, int64_t n_top) {
-  const float top = *std::max_element(logits.begin(), logits.end());
-  double sum = 0;
-  for (const float x : logits) sum += std::exp(x - top);
-  const float normalizer = top + static_cast<float>(std::log(sum));
-  return {.drawn = {token, logits[static_cast<size_t>(token)] - normalizer},
-          .top = best_scores(logits, n_top, normalizer)};
-}
+constexpr auto kWatchEvery = std::chrono::milliseconds(250);  // while nothing runs and somebody looks at blocks
 
 Status check(const SchedulerOptions& o) {
   const auto refuse = [](const char* what, auto value, const char* limit) {
@@ -110,67 +32,42 @@ Status check(const SchedulerOptions& o) {
   return Status();
 }
 
-}  // namespace
-
-void Histogram::add(double value) {
-  const auto at = std::lower_bound(bounds.begin(), bounds.end(), value) - bounds.begin();
-  ++counts[static_cast<size_t>(at)];
-  sum += value;
+void tell(const Job& job, const Status& status) {
+  try {
+    job.sink->on_end(status, job.usage);
+  } catch (const std::exception& error) {  // it has no other way to hear of anything
+    notice(std::string("[scheduler] the end of a request could not be told: ") + error.what());
+  }
 }
 
+}  // namespace
+
 struct Scheduler::Impl {
-  Impl(StepModel& step_model, const SchedulerOptions& scheduler_options)
-      : model(step_model), options(scheduler_options), cache(step_model.cache()), text(step_model.text()) {
-    figures.first_token_seconds = histogram({.01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 20, 50, 100});
-    figures.between_tokens_seconds = histogram({.005, .01, .02, .03, .05, .075, .1, .15, .2, .3, .5, 1, 2, 5});
-    figures.request_seconds = histogram({.1, .2, .5, 1, 2, 5, 10, 20, 50, 100, 200, 500});
-    figures.cache = cache.stats();
-    published = figures;
-    capacity = cache.capacity();
-    context = model.context();
+  Impl(StepModel& model, const SchedulerOptions& scheduler_options)
+      : options(scheduler_options),
+        text(model.text()),
+        context(model.context()),
+        capacity(model.cache().capacity()),
+        cache(model.cache()),
+        inbox(options.max_num_seqs, options.max_queue),
+        loop(model, options) {
+    publish();
   }
 
-  // --- what other threads touch, under `mutex` ------------------------------------------------------------------
-  StepModel& model;
   const SchedulerOptions options;
-  Tokens capacity, context;
-  mutable std::mutex mutex;
-  std::condition_variable wake;
-  std::vector<std::unique_ptr<Job>> arrivals;
-  std::vector<RequestId> cancels;
-  uint64_t last_id = 0;
-  int64_t open_streams = 0;  // accepted and not finished
-  int64_t open_requests = 0;
-  int64_t refused = 0;
-  bool stopping = false;
-  Status dead;
-  SchedulerStats published;
-  mutable Clock::time_point blocks_wanted_until{};
-  std::atomic<Clock::rep> step_began{0};  // ticks of the clock; 0: no step runs
-  std::thread thread;
-
-  // --- the scheduler's thread alone -----------------------------------------------------------------------------
-  Cache& cache;
   const Text& text;
-  std::unordered_map<uint64_t, std::unique_ptr<Job>> jobs;
-  std::deque<Stream*> waiting;   // in the order of arrival
-  std::vector<Stream*> running;  // in the order of admission
-  struct End {
-    std::shared_ptr<RequestSink> sink;
-    Status status;
-    Usage usage;
-  };
-  std::vector<End> ended;  // requests whose sinks have not heard of it
-  SchedulerStats figures;
-  bool changed = false;  // requests came or ended since the last publish()
-  Clock::time_point last_publish{}, last_resident{};
-  double seconds_per_prompt_token = 0, decode_seconds = 0;  // of the last steps
-  size_t first_decoder = 0;  // where the next step begins, when not all answers fit into one
+  const Tokens context, capacity;
+  const Cache& cache;  // of the thread, as is the loop but for seconds_in_step()
+  Inbox inbox;
+  Board board;
+  Loop loop;
+  double busy_seconds = 0;
+  std::thread thread;
 
   int64_t max_choices() const { return std::min(kMaxChoices, options.max_num_seqs); }
 
-  // --- requests -------------------------------------------------------------------------------------------------
-  Result<RequestId> submit(ServeRequest request, std::shared_ptr<RequestSink> sink) {
+  // Any thread.
+  Status check(const ServeRequest& request) const {
     if (Status s = check_prompt(request.prompt, context, text.vocab_size()); !s.ok()) return s;
     const int64_t most = max_choices();
     if (request.n < 1 || request.n > most)
@@ -184,57 +81,28 @@ struct Scheduler::Impl {
       return invalid_argument("the prompt needs " + std::to_string(request.prompt.size() + 1) +
                               " tokens of the cache, it has " + std::to_string(capacity.n));
     }
-    auto answer = Answer::begin(text, request.prompt, context, request.answer);
-    if (!answer.ok()) return answer.status();
-
-    auto job = std::make_unique<Job>();
-    job->open = request.n;
-    job->usage.prompt_tokens = std::ssize(request.prompt);
-    job->arrived = Clock::now();
-    job->sink = std::move(sink);
-    job->streams.push_back(std::make_unique<Stream>());
-    job->streams[0]->job = job.get();
-    job->streams[0]->answer = std::move(*answer);
-    job->streams[0]->tokens = request.prompt;
-    job->request = std::move(request);
-
-    const std::lock_guard lock(mutex);
-    if (!dead.ok()) return Status(Code::kUnavailable, "the engine has ended: " + dead.message());
-    if (stopping) return Status(Code::kUnavailable, "the engine is being stopped");
-    if (open_streams + job->request.n > options.max_num_seqs + options.max_queue) {
-      ++refused;
-      return Status(Code::kCapacity, std::to_string(open_streams) + " sequences run or wait, the limit is " +
-                                         std::to_string(options.max_num_seqs + options.max_queue) +
-                                         " (max_num_seqs + max_queue)");
-    }
-    open_streams += job->request.n;
-    ++open_requests;
-    const RequestId id = job->id = RequestId(++last_id);
-    arrivals.push_back(std::move(job));
-    wake.notify_one();
-    return id;
+    return Status();
   }
 
-  void cancel(RequestId id) {
-    const std::lock_guard lock(mutex);
-    cancels.push_back(id);
-    wake.notify_one();
-  }
-
-  // --- the loop -------------------------------------------------------------------------------------------------
+  // --- the scheduler's thread -----------------------------------------------------------------------------------
   void run() {
     try {
-      while (take_inbox()) {
+      for (;;) {
+        await_work();
+        Inbox::Mail mail = inbox.take();
+        if (mail.stop) return end_all(Status(Code::kUnavailable, "the server was stopped"), std::move(mail.jobs));
         const auto begin = Clock::now();
-        admit();
-        if (changed) publish(true);  // requests came or went: not only after the step
+        const bool came = !mail.jobs.empty();
+        for (auto& job : mail.jobs) loop.accept(std::move(job));
+        for (const RequestId id : mail.cancels) loop.cancel(id);
+        loop.admit();
+        if (came || loop.has_ends()) publish();  // not only after the step
         tell_ends();
-        step();
-        figures.busy_seconds += seconds(Clock::now() - begin);
-        publish(changed);
+        loop.step();
+        busy_seconds += seconds(Clock::now() - begin);
+        if (loop.has_ends() || board.due()) publish();
         tell_ends();
       }
-      end_all(Status(Code::kUnavailable, "the server was stopped"));
     } catch (const std::exception& error) {
       die(error.what());
     } catch (...) {
@@ -242,444 +110,38 @@ struct Scheduler::Impl {
     }
   }
 
+  void await_work() {
+    while (!loop.has_work() && inbox.empty()) {
+      publish();
+      inbox.wait(board.watched() ? std::optional(kWatchEvery) : std::nullopt);
+    }
+  }
+
   void die(const std::string& why) {
-    {
-      const std::lock_guard lock(mutex);
-      dead = Status(Code::kInternal, why);
-    }
-    step_began.store(0);
-    end_all(Status(Code::kInternal, "the engine has ended: " + why));
+    inbox.close(Status(Code::kInternal, why));
+    end_all(Status(Code::kInternal, "the engine has ended: " + why), inbox.take().jobs);
   }
 
-  // Waits while there is nothing to do. False: stop.
-  bool take_inbox() {
-    std::vector<std::unique_ptr<Job>> new_jobs;
-    std::vector<RequestId> cancelled;
-    {
-      std::unique_lock lock(mutex);
-      const auto idle = [&] { return running.empty() && waiting.empty() && arrivals.empty() && cancels.empty(); };
-      while (idle() && !stopping) {
-        lock.unlock();
-        publish(true);
-        tell_ends();
-        lock.lock();
-        if (!idle() || stopping) break;
-        const bool watched = Clock::now() < blocks_wanted_until;
-        if (watched) {
-          wake.wait_for(lock, kPublishEvery);
-        } else {
-          wake.wait(lock);
-        }
-      }
-      if (stopping) return false;
-      new_jobs.swap(arrivals);
-      cancelled.swap(cancels);
-    }
-    for (auto& job : new_jobs) {
-      job->match = cache.match(job->request.prompt, job->request.name_space);
-      waiting.push_back(job->streams[0].get());
-      ++figures.requests;
-      changed = true;
-      jobs.emplace(static_cast<uint64_t>(job->id), std::move(job));
-    }
-    for (const RequestId id : cancelled)
-      if (const auto found = jobs.find(static_cast<uint64_t>(id)); found != jobs.end())
-        end(*found->second, Status());
-    return true;
+  // `not_begun`: requests that the loop has not seen.
+  void end_all(const Status& status, std::vector<std::unique_ptr<Job>> not_begun) {
+    loop.end_all(status);
+    publish();
+    tell_ends();
+    inbox.settle(0, std::ssize(not_begun));
+    for (const auto& job : not_begun) tell(*job, status);
   }
 
-  // --- admission ------------------------------------------------------------------------------------------------
-  int64_t slots_in_use() const {
-    int64_t n = 0;
-    for (const Stream* s : running) n += s->job->slots(*s);
-    return n;
-  }
-  // Tokens that running sequences are still to take, as far as they are promised.
-  int64_t promised() const {
-    const int64_t block = cache.options().block_size.n;
-    int64_t n = 0;
-    for (const Stream* s : running) n += s->pending() + s->job->slots(*s) * (options.growth.n + block);
-    return n;
-  }
-  // Somebody is computing more of this prompt than is cached: it is worth to wait for it.
-  bool is_being_computed(const Stream& s) const {
-    const int64_t block = cache.options().block_size.n;
-    const auto& keys = s.job->match.keys;
-    int64_t longest = 0;
-    for (const Stream* other : running) {
-      if (other->choice != 0 || other->computed >= std::ssize(other->job->request.prompt)) continue;
-      const auto& theirs = other->job->match.keys;
-      const auto same = std::mismatch(keys.begin(), keys.end(), theirs.begin(), theirs.end()).first - keys.begin();
-      if (other->computed / block < same) longest = std::max<int64_t>(longest, same * block);
-    }
-    return longest > 0 && longest > match(s).cached.n;
-  }
-  const PrefixMatch& match(const Stream& s) const {
-    Job& job = *s.job;
-    return job.match = cache.match(job.request.prompt, std::move(job.match));
-  }
-
-  // In the order of arrival. One that does not fit may be passed by smaller ones, but not for ever; one whose
-  // prompt somebody is computing waits for that, and loses nothing by it.
-  void admit() {
-    int64_t slots = slots_in_use();
-    const std::vector<Stream*> candidates(
-        waiting.begin(), waiting.begin() + std::min<std::ptrdiff_t>(std::ssize(waiting), kAdmissionWindow));
-    std::vector<Job*> passed;
-    for (Stream* s : candidates) {
-      if (slots >= options.max_num_seqs) return;
-      if (is_being_computed(*s)) continue;
-      const uint64_t id = static_cast<uint64_t>(s->job->id);
-      const bool fits = slots + s->job->slots(*s) <= options.max_num_seqs;
-      if (fits && place(*s)) {
-        slots += s->job->slots(*s);
-        running.push_back(s);
-        std::erase(waiting, s);
-        for (Job* job : passed) ++job->overtaken;
-      } else if (jobs.contains(id)) {  // else it could never be placed, and has been ended
-        if (s->job->overtaken >= kMostOvertaken) return;
-        passed.push_back(s->job);
-      }
-    }
-  }
-
-  // Opens the sequence if there is room for what is to be computed and for some growth.
-  bool place(Stream& s) {
-    Job& job = *s.job;
-    if (!running.empty()) {
-      const int64_t growth = job.slots(s) * (options.growth.n + cache.options().block_size.n) + promised();
-      const PrefixMatch& found = match(s);
-      if (std::ssize(s.tokens) - found.cached.n + growth > cache.available_beside(found).n) return false;
-    }
-    // What it had before it was preempted is no hit: it was counted when it came.
-    auto started = cache.start(s.tokens, job.match, {.counted = !job.admitted});
-    if (!started.ok()) {
-      end(job, started.status());
-      return false;
-    }
-    s.sequence = started->id;
-    s.computed = started->reused.n;
-    if (!job.admitted) {
-      job.admitted = true;
-      job.usage.cached_tokens = started->reused.n;
-      job.usage.reason = started->reason;
-      job.usage.queue_seconds = seconds(Clock::now() - job.arrived);
-      figures.prompt_tokens_cached += started->reused.n;
-    }
-    return true;
-  }
-
-  // --- one step -------------------------------------------------------------------------------------------------
-  struct Share {
-    Stream* stream;
-    int64_t n_tokens;
-  };
-
-  // One token of each answer, then chunks of prompts, the oldest first.
-  std::vector<Share> shares() {
-    std::vector<Share> chosen;
-    int64_t left = options.max_num_batched_tokens.n;
-    std::vector<Stream*> decoding;
-    for (Stream* s : running)
-      if (s->pending() == 1) decoding.push_back(s);
-    const auto n_decoding = std::min<int64_t>(std::ssize(decoding), left);
-    for (int64_t i = 0; i < n_decoding; ++i)
-      chosen.push_back({decoding[(first_decoder + static_cast<size_t>(i)) % decoding.size()], 1});
-    first_decoder = n_decoding < std::ssize(decoding) ? first_decoder + static_cast<size_t>(n_decoding) : 0;
-    left -= n_decoding;
-    if (n_decoding > 0 && options.max_step_seconds > 0 && seconds_per_prompt_token > 0) {
-      const double room = (options.max_step_seconds - decode_seconds) / seconds_per_prompt_token;
-      left = std::min(left, std::max(kLeastChunk, static_cast<int64_t>(room)));
-    }
-    for (Stream* s : running) {
-      if (s->pending() == 1) continue;
-      if (left <= 0) break;
-      const int64_t n = std::min(left, s->pending());
-      chosen.push_back({s, n});
-      left -= n;
-    }
-    return chosen;
-  }
-
-  void step() {
-    while (!running.empty()) {
-      const std::vector<Share> chosen = shares();
-      std::vector<StepInput> inputs;
-      for (const Share& share : chosen) {
-        const std::span<const int32_t> tokens = share.stream->tokens;
-        inputs.push_back({.sequence = share.stream->sequence,
-                          .tokens = tokens.subspan(static_cast<size_t>(share.stream->computed),
-                                                   static_cast<size_t>(share.n_tokens))});
-      }
-      const auto begin = Clock::now();
-      step_began.store(begin.time_since_epoch().count());
-      auto out = model.step(inputs);
-      step_began.store(0);
-      const double took = seconds(Clock::now() - begin);
-      figures.model_seconds += took;
-      if (out.ok()) {
-        ++figures.steps;
-        learn(chosen, took);
-        take(chosen, *out);
-        return;
-      }
-      const bool no_room = out.status().code() == Code::kCapacity || out.status().code() == Code::kNoMemory;
-      if (no_room && running.size() > 1) {
-        preempt();
-        continue;
-      }
-      std::vector<Job*> failed;  // each once
-      for (const Share& share : chosen)
-        if (std::find(failed.begin(), failed.end(), share.stream->job) == failed.end())
-          failed.push_back(share.stream->job);
-      for (Job* job : failed) end(*job, out.status());
-      return;
-    }
-  }
-
-  // What a step costs, for the size of the next chunks.
-  void learn(const std::vector<Share>& chosen, double took) {
-    int64_t n_prompt = 0;
-    for (const Share& share : chosen) n_prompt += share.n_tokens > 1 ? share.n_tokens : 0;
-    const auto blend = [](double& average, double value) {
-      average = average == 0 ? value : average + kSmoothing * (value - average);
-    };
-    if (n_prompt == 0) {
-      blend(decode_seconds, took);
-    } else if (n_prompt >= kLeastChunk) {
-      const bool decoded = std::ssize(chosen) > 1 && chosen[0].n_tokens == 1;
-      blend(seconds_per_prompt_token,
-            std::max(took - (decoded ? decode_seconds : 0), took / 4) / static_cast<double>(n_prompt));
-    }
-  }
-
-  // The youngest sequence gives its blocks back and waits again, before all that came after it.
-  void preempt() {
-    const auto youngest = std::max_element(running.begin(), running.end(), [](const Stream* a, const Stream* b) {
-      return std::pair(a->job->id, a->choice) < std::pair(b->job->id, b->choice);
-    });
-    Stream* s = *youngest;
-    running.erase(youngest);
-    static_cast<void>(cache.release(s->sequence));
-    s->computed = 0;
-    ++s->job->usage.preemptions;
-    ++figures.preemptions;
-    const auto place = std::find_if(waiting.begin(), waiting.end(),
-                                    [&](const Stream* other) { return other->job->id > s->job->id; });
-    waiting.insert(place, s);
-  }
-
-  void take(const std::vector<Share>& chosen, const StepOutput& out) {
-    const auto vocab = static_cast<size_t>(text.vocab_size());
-    const auto now = Clock::now();
-    std::vector<Job*> owners;  // of the chosen: a request that fails takes its other choices with it
-    for (const Share& share : chosen) owners.push_back(share.stream->job);
-    std::vector<Job*> gone;
-    for (size_t i = 0; i < chosen.size(); ++i) {
-      Job& job = *owners[i];
-      if (std::find(gone.begin(), gone.end(), &job) != gone.end()) continue;
-      Status status = out.statuses[i];
-      if (status.ok()) {
-        const auto row = static_cast<size_t>(out.first_row[i]) * vocab;
-        status = go_on(*chosen[i].stream, chosen[i].n_tokens, out.logits, row, vocab, now);
-      }
-      if (status.ok()) continue;
-      gone.push_back(&job);
-      end(job, status);
-    }
-  }
-
-  // The rows of a stream's tokens are stored: its answers grow once the last one is. Whatever goes wrong is this
-  // request's alone.
-  Status go_on(Stream& s, int64_t n_tokens, std::span<const float> logits, size_t row, size_t vocab,
-               Clock::time_point now) {
-    const int64_t n_prompt = std::ssize(s.job->request.prompt);
-    figures.prompt_tokens_computed += std::max<int64_t>(0, std::min(n_tokens, n_prompt - s.computed));
-    s.computed += n_tokens;
-    if (s.pending() > 0) return Status();
-    try {
-      // The other choices begin here: they share the blocks of the prompt.
-      std::vector<Stream*> grown{&s};
-      while (s.choice == 0 && std::ssize(s.job->streams) < s.job->request.n) {
-        auto forked = fork(s);
-        if (!forked.ok()) return forked.status();
-        grown.push_back(*forked);
-      }
-      for (Stream* stream : grown)
-        if (Status status = grow(*stream, logits.subspan(row, vocab), now); !status.ok()) return status;
-      return Status();
-    } catch (const std::bad_alloc&) {
-      return Status(Code::kNoMemory, "no memory for the answer");
-    } catch (const std::exception& error) {
-      return Status(Code::kInternal, std::string("the answer could not go on: ") + error.what());
-    }
-  }
-
-  Result<Stream*> fork(Stream& first) {
-    Job& job = *first.job;
-    auto stream = std::make_unique<Stream>();
-    AnswerOptions options_of = job.request.answer;
-    options_of.sampling.seed += job.streams.size();
-    auto answer = Answer::begin(text, job.request.prompt, context, options_of);
-    if (!answer.ok()) return answer.status();
-    stream->answer = std::move(*answer);
-    job.streams.reserve(job.streams.size() + 1);
-    running.reserve(running.size() + 1);
-    auto sequence = cache.fork(first.sequence);
-    if (!sequence.ok()) return sequence.status();
-    stream->sequence = *sequence;
-    stream->job = &job;
-    stream->choice = std::ssize(job.streams);
-    stream->tokens = first.tokens;
-    stream->computed = first.computed;
-    running.push_back(stream.get());
-    job.streams.push_back(std::move(stream));
-    return running.back();
-  }
-
-  // Draws the stream's next token. Destroys the stream's job with its last choice, and then nothing fails any more.
-  Status grow(Stream& s, std::span<const float> logits, Clock::time_point now) {
-    Job& job = *s.job;
-    const auto before = s.answer->tokens().size();
-    auto drawn = s.answer->grow(logits);
-    if (!drawn.ok()) return drawn.status();
-    Answer::Grown& grown = *drawn;
-    const bool counts = s.answer->tokens().size() > before;  // else it is the token that ends the answer
-    job.usage.completion_tokens += counts;
-    figures.generated_tokens += counts;
-    if (std::ssize(s.tokens) == std::ssize(job.request.prompt)) {  // its first
-      if (s.choice == 0) {
-        job.usage.first_token_seconds = seconds(now - job.arrived);
-        figures.first_token_seconds.add(job.usage.first_token_seconds);
-      }
-    } else {
-      figures.between_tokens_seconds.add(seconds(now - s.last_token));
-    }
-    s.last_token = now;
-    s.tokens.push_back(grown.token);
-
-    Delta delta{.choice = s.choice, .text = std::move(grown.text), .tokens = {}, .finish = grown.finish};
-    if (job.request.top_logprobs >= 0 && counts)
-      delta.tokens.push_back(scores_of(logits, grown.token, job.request.top_logprobs));
-    const bool said = !delta.text.empty() || !delta.tokens.empty() || delta.finish;
-    if (said) job.sink->on_delta(std::move(delta));
-    if (!grown.finish) return Status();
-    job.length |= *grown.finish == FinishReason::kLength;
-    leave(s);
-    {
-      const std::lock_guard lock(mutex);
-      --open_streams;
-    }
-    if (--job.open == 0) finish(job, Status(), job.length ? figures.finished_length : figures.finished_stop);
-    return Status();
-  }
-
-  // --- ends -----------------------------------------------------------------------------------------------------
-  void leave(Stream& s) {
-    std::erase(waiting, &s);
-    if (std::erase(running, &s) > 0) static_cast<void>(cache.release(s.sequence));
-  }
-
-  // The request ends before its choices do. An ok status: it was cancelled.
-  void end(Job& job, const Status& status) {
-    for (const auto& stream : job.streams) leave(*stream);
-    {
-      const std::lock_guard lock(mutex);
-      open_streams -= job.open;
-    }
-    finish(job, status, status.ok() ? figures.cancelled : figures.failed);
-  }
-
-  void finish(Job& job, const Status& status, int64_t& counter) {
-    ++counter;
-    changed = true;
-    job.usage.total_seconds = seconds(Clock::now() - job.arrived);
-    figures.request_seconds.add(job.usage.total_seconds);
-    ended.push_back({std::move(job.sink), status, job.usage});
-    jobs.erase(static_cast<uint64_t>(job.id));
+  void publish() {
+    SchedulerStats figures = loop.figures();
+    figures.busy_seconds = busy_seconds;
+    board.publish(std::move(figures), cache);
   }
 
   // Ends are told once the published figures hold them: who asks for figures then finds his request in them.
   void tell_ends() {
-    if (ended.empty()) return;
-    std::vector<End> told;
-    told.swap(ended);
-    {
-      const std::lock_guard lock(mutex);
-      open_requests -= std::ssize(told);
-    }
-    for (const End& end : told) tell(*end.sink, end.status, end.usage);
-  }
-  static void tell(RequestSink& sink, const Status& status, const Usage& usage) {
-    try {
-      sink.on_end(status, usage);
-    } catch (const std::exception& error) {  // it has no other way to hear of anything
-      notice(std::string("[scheduler] the end of a request could not be told: ") + error.what());
-    }
-  }
-
-  void end_all(const Status& status) {
-    std::vector<std::unique_ptr<Job>> not_begun;
-    {
-      const std::lock_guard lock(mutex);
-      not_begun.swap(arrivals);
-      for (const auto& job : not_begun) open_streams -= job->open;
-      open_requests -= std::ssize(not_begun);
-    }
-    for (const auto& job : not_begun) tell(*job->sink, status, job->usage);
-    while (!jobs.empty()) end(*jobs.begin()->second, status);
-    publish(true);
-    tell_ends();
-  }
-
-  // --- figures --------------------------------------------------------------------------------------------------
-  void publish(bool at_once) {
-    const auto now = Clock::now();
-    if (!at_once && now - last_publish < kPublishEvery) return;
-    last_publish = now;
-    changed = false;
-    const int64_t resident = figures.cache.bytes_resident;
-    const bool look = now - last_resident >= kResidentEvery;
-    figures.cache = cache.stats(look);
-    if (look) {
-      last_resident = now;
-    } else {
-      figures.cache.bytes_resident = resident;
-    }
-    figures.running = std::ssize(running);
-    figures.waiting = std::ssize(waiting);
-    bool watched;
-    {
-      const std::lock_guard lock(mutex);
-      watched = now < blocks_wanted_until;
-    }
-    figures.blocks = watched ? cache.block_views() : BlockViews();
-    const std::lock_guard lock(mutex);
-    published = figures;
-  }
-
-  SchedulerStats stats(bool with_blocks) {
-    const auto now = Clock::now();
-    const std::lock_guard lock(mutex);
-    if (with_blocks) {
-      if (now >= blocks_wanted_until) wake.notify_one();
-      blocks_wanted_until = now + kBlocksWatchedFor;
-    }
-    SchedulerStats copy = published;
-    copy.refused = refused;
-    copy.waiting += std::ssize(arrivals);
-    if (const auto began = step_began.load(); began != 0)
-      copy.seconds_in_step = seconds(now.time_since_epoch() - Clock::duration(began));
-    return copy;
-  }
-
-  void stop() {
-    {
-      const std::lock_guard lock(mutex);
-      stopping = true;
-      wake.notify_one();
-    }
-    if (thread.joinable()) thread.join();
+    const std::vector<Loop::End> ends = loop.take_ends();
+    inbox.settle(loop.open_choices(), std::ssize(ends));
+    for (const Loop::End& end : ends) tell(*end.job, end.status);
   }
 };
 
@@ -689,47 +151,37 @@ Scheduler::~Scheduler() { stop(); }
 Result<std::unique_ptr<Scheduler>> Scheduler::start(StepModel& model, const SchedulerOptions& options) {
   if (Status s = check(options); !s.ok()) return s;
   auto impl = std::make_unique<Impl>(model, options);
-  Impl* loop = impl.get();
-  impl->thread = std::thread([loop] { loop->run(); });
+  impl->thread = std::thread([scheduler = impl.get()] { scheduler->run(); });
   return std::unique_ptr<Scheduler>(new Scheduler(std::move(impl)));
 }
 
 Result<RequestId> Scheduler::submit(ServeRequest request, std::shared_ptr<RequestSink> sink) {
-  return impl_->submit(std::move(request), std::move(sink));
+  if (Status s = impl_->check(request); !s.ok()) return s;
+  auto job = make_job(impl_->text, impl_->context, std::move(request), std::move(sink));
+  if (!job.ok()) return job.status();
+  return impl_->inbox.submit(std::move(*job));
 }
-void Scheduler::cancel(RequestId request) { impl_->cancel(request); }
-void Scheduler::stop() { impl_->stop(); }
-SchedulerStats Scheduler::stats(bool with_blocks) const { return impl_->stats(with_blocks); }
-Status Scheduler::health() const {
-  const std::lock_guard lock(impl_->mutex);
-  return impl_->dead;
+
+void Scheduler::cancel(RequestId request) { impl_->inbox.cancel(request); }
+
+void Scheduler::stop() {
+  impl_->inbox.stop();
+  if (impl_->thread.joinable()) impl_->thread.join();
 }
-int64_t Scheduler::open_requests() const {
-  const std::lock_guard lock(impl_->mutex);
-  return impl_->open_requests;
+
+SchedulerStats Scheduler::stats(bool with_blocks) const {
+  if (with_blocks && impl_->board.watch()) impl_->inbox.wake();
+  SchedulerStats stats = impl_->board.read();
+  const Inbox::Counts counts = impl_->inbox.counts();
+  stats.refused = counts.refused;
+  stats.waiting += counts.arrivals;
+  stats.seconds_in_step = impl_->loop.seconds_in_step();
+  return stats;
 }
+
+Status Scheduler::health() const { return impl_->inbox.health(); }
+int64_t Scheduler::open_requests() const { return impl_->inbox.counts().open; }
 const SchedulerOptions& Scheduler::options() const { return impl_->options; }
 int64_t Scheduler::max_choices() const { return impl_->max_choices(); }
-
-std::vector<std::pair<const char*, int64_t>> named_counts(const SchedulerStats& s) {
-  return {{"running", s.running},
-          {"waiting", s.waiting},
-          {"requests", s.requests},
-          {"refused", s.refused},
-          {"finished_stop", s.finished_stop},
-          {"finished_length", s.finished_length},
-          {"cancelled", s.cancelled},
-          {"failed", s.failed},
-          {"preemptions", s.preemptions},
-          {"prompt_tokens_computed", s.prompt_tokens_computed},
-          {"prompt_tokens_cached", s.prompt_tokens_cached},
-          {"generated_tokens", s.generated_tokens},
-          {"steps", s.steps}};
-}
-
-std::vector<std::pair<const char*, double>> named_seconds(const SchedulerStats& s) {
-  return {
-      {"busy_seconds", s.busy_seconds}, {"model_seconds", s.model_seconds}, {"seconds_in_step", s.seconds_in_step}};
-}
 
 }  // namespace pagedkv::engine
