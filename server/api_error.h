@@ -2,6 +2,8 @@
 #pragma once
 
 #include <string>
+#include <utility>
+#include <variant>
 
 #include "pagedkv/status.h"
 #include "server/http.h"
@@ -14,6 +16,23 @@ struct ApiError {
   std::string type = "invalid_request_error";
   std::string param;  // the field that is wrong, "messages[0].content"; empty: none
   std::string code;   // "model_not_found"; empty: none
+};
+
+// A value, or why the client gets none.
+template <typename T>
+class ApiResult {
+ public:
+  ApiResult(T value) : held_(std::move(value)) {}         // NOLINT: a value is a result
+  ApiResult(ApiError error) : held_(std::move(error)) {}  // NOLINT: so is an error
+  bool ok() const { return std::holds_alternative<T>(held_); }
+  const ApiError& error() const { return std::get<ApiError>(held_); }  // not ok()
+  T& operator*() { return std::get<T>(held_); }
+  const T& operator*() const { return std::get<T>(held_); }
+  T* operator->() { return &**this; }
+  const T* operator->() const { return &**this; }
+
+ private:
+  std::variant<T, ApiError> held_;
 };
 
 std::string error_json(const ApiError& error);  // {"error": {...}}

@@ -5,12 +5,12 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <variant>
 #include <vector>
 
 #include "engine/scheduler.h"
 #include "engine/text.h"
 #include "server/api_error.h"
+#include "server/json_body.h"
 
 namespace pagedkv::server {
 
@@ -36,10 +36,11 @@ struct CompletionRequest {
   std::string user;                  // for the log
 };
 
-using CompletionResult = std::variant<CompletionRequest, ApiError>;
+// The ids that `list` has. param: its name in errors.
+ApiResult<std::vector<int32_t>> token_ids(const Json& list, int64_t vocab_size, const std::string& param);
 
 // Parses, checks and tokenizes. Errors name the field, its value and what is allowed.
-CompletionResult read_completion(Endpoint endpoint, std::string_view body, const engine::Text& text,
-                                 const RequestLimits& limits);
+ApiResult<CompletionRequest> read_completion(Endpoint endpoint, std::string_view body, const engine::Text& text,
+                                             const RequestLimits& limits);
 
 }  // namespace pagedkv::server

@@ -9,7 +9,7 @@ struct TooDeep {};
 
 }  // namespace
 
-std::variant<Json, ApiError> parse_object(std::string_view body) {
+ApiResult<Json> parse_object(std::string_view body) {
   if (body.empty()) return ApiError{.message = "the body is empty, a JSON object is expected"};
   try {
     Json json = Json::parse(body, [](int depth, Json::parse_event_t, Json&) {

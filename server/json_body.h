@@ -3,7 +3,6 @@
 
 #include <nlohmann/json.hpp>
 #include <string_view>
-#include <variant>
 
 #include "server/api_error.h"
 
@@ -15,7 +14,7 @@ using OrderedJson = nlohmann::ordered_json;
 inline constexpr int kMaxJsonDepth = 64;
 
 // The object that a body must be.
-std::variant<Json, ApiError> parse_object(std::string_view body);
+ApiResult<Json> parse_object(std::string_view body);
 
 // Text that is valid UTF-8 whatever the strings in `json` are.
 std::string dump(const OrderedJson& json);

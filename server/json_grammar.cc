@@ -62,7 +62,7 @@ class Grammar {
  public:
   explicit Grammar(const OrderedJson& schema, std::string param) : root_(schema), param_(std::move(param)) {}
 
-  std::variant<std::string, ApiError> build() {
+  ApiResult<std::string> build() {
     const std::string body = rule_of(root_, param_);
     if (error_) return *error_;
     rules_["root"] = body + " ws";
@@ -316,7 +316,7 @@ std::string json_object_grammar() {
   return text;
 }
 
-std::variant<std::string, ApiError> schema_grammar(const OrderedJson& schema, const std::string& param) {
+ApiResult<std::string> schema_grammar(const OrderedJson& schema, const std::string& param) {
   return Grammar(schema, param).build();
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <string>
-#include <variant>
 
 #include "server/api_error.h"
 #include "server/json_body.h"
@@ -17,6 +16,6 @@ std::string json_object_grammar();
 // schema, and what only describes (title, description, default, examples, ...). Objects have their properties in
 // the schema's order. Anything else would not be obeyed: the error names it and where. `param` begins the errors'
 // field name.
-std::variant<std::string, ApiError> schema_grammar(const OrderedJson& schema, const std::string& param);
+ApiResult<std::string> schema_grammar(const OrderedJson& schema, const std::string& param);
 
 }  // namespace pagedkv::server

@@ -1,25 +1,24 @@
-// The endpoints: what each answers, and who may ask.
+// The endpoints: what each answers.
 #pragma once
 
 #include <atomic>
-#include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "engine/scheduler.h"
+#include "server/access.h"
 #include "server/api_error.h"
 #include "server/completion_request.h"
 #include "server/http.h"
 #include "server/json_body.h"
+#include "server/request_log.h"
 #include "server/server.h"
 
 namespace pagedkv::server {
 
-class CompletionJob;
-
-// handle(): any thread, several at once. The rest: the thread that runs the server.
+// handle(), and what requests need of it: any thread, several at once. The rest: the thread that runs the server.
 class Service {
  public:
   explicit Service(const ServerOptions& options);
@@ -32,8 +31,14 @@ class Service {
   void fail(const Status& why);  // the model cannot be loaded
   void drain();                  // no new completions
 
+  // For a request that is being answered.
+  engine::Scheduler& scheduler() { return *scheduler_; }
+  const engine::Text& text() const { return model_->text(); }
+  RequestLog& log() { return log_; }
+  void reply(const std::shared_ptr<Exchange>& exchange, HttpReply reply);
+  void begin(const std::shared_ptr<Exchange>& exchange, HttpReply head);  // the answer comes in pieces
+
  private:
-  friend class CompletionJob;
   using Handler = void (Service::*)(const std::shared_ptr<Exchange>&);
   struct Route {
     const char* method;
@@ -55,18 +60,17 @@ class Service {
   void stats(const std::shared_ptr<Exchange>& exchange);
   void page(const std::shared_ptr<Exchange>& exchange);
 
-  void reply(const std::shared_ptr<Exchange>& exchange, HttpReply reply);
-  void refuse_key(const std::shared_ptr<Exchange>& exchange);
-  void allow_origin(HttpReply& reply) const;  // the header that lets pages of cors_origin read it
-  bool has_key(const HttpRequest& request) const;
-  bool is_foreign_page(const HttpRequest& request) const;
-  ApiError not_ready() const;  // status 0: it is ready
+  ApiResult<HttpReply> tokenized(const std::string& body) const;
+  ApiResult<HttpReply> detokenized(const std::string& body) const;
+  void reply(const std::shared_ptr<Exchange>& exchange, const ApiResult<HttpReply>& result);
+  void refuse(const std::shared_ptr<Exchange>& exchange, const ApiError& error);
+  std::optional<ApiError> not_ready() const;
   void count_reply(const std::string& path, int status);
-  void log(const OrderedJson& fields) const;
-  void remember(OrderedJson request);
 
   const ServerOptions options_;
+  const Access access_;
   const int64_t created_;
+  RequestLog log_;
   std::atomic<double> progress_{0};
   std::atomic<bool> ready_{false}, draining_{false};
   // Set before ready_, then constant.
@@ -78,8 +82,6 @@ class Service {
 
   mutable std::mutex mutex_;
   Status failed_;
-  std::map<std::pair<std::string, int>, int64_t> replies_;
-  std::deque<OrderedJson> recent_;  // the last completions, newest first
   std::atomic<uint64_t> last_id_{0};
 };
 

@@ -1,0 +1,75 @@
+#include "server/messages.h"
+
+#include <string>
+#include <utility>
+
+namespace pagedkv::server {
+namespace {
+
+ApiError wrong(const std::string& param, const std::string& what) {
+  return {.message = param + what, .param = param};
+}
+
+ApiResult<std::string> read_content(const Json& message, const std::string& where, bool may_be_missing) {
+  const auto at = message.find("content");
+  if (at == message.end() || at->is_null()) {
+    if (may_be_missing) return std::string();
+    return wrong(where + ".content", " is missing");
+  }
+  if (at->is_string()) return at->get<std::string>();
+  if (!at->is_array()) return wrong(where + ".content", " is " + shown(*at) + ", expected is text");
+  std::string text;
+  for (size_t i = 0; i < at->size(); ++i) {
+    const Json& part = (*at)[i];
+    const std::string path = where + ".content[" + std::to_string(i) + "]";
+    if (!part.is_object() || !part.contains("type") || !part["type"].is_string())
+      return wrong(path, " is " + shown(part) + ", expected is an object with a type");
+    if (part["type"] != "text")
+      return wrong(path + ".type", " is " + shown(part["type"]) + "; this server reads \"text\" only");
+    if (!part.contains("text") || !part["text"].is_string())
+      return wrong(path + ".text", " is missing or no string");
+    text += part["text"].get<std::string>();
+  }
+  return text;
+}
+
+ApiResult<engine::ChatMessage> read_message(const Json& message, const std::string& where) {
+  static const std::string allowed = "; allowed are system, developer, user, assistant, tool";
+  if (!message.is_object()) return wrong(where, " is " + shown(message) + ", expected is an object");
+  const auto role_at = message.find("role");
+  if (role_at == message.end() || !role_at->is_string())
+    return wrong(where + ".role", " is missing or no string" + allowed);
+  auto role = role_at->get<std::string>();
+  const bool calls = role == "assistant" && message.contains("tool_calls") && message["tool_calls"].is_array();
+  auto content = read_content(message, where, calls);
+  if (!content.ok()) return content.error();
+  if (role == "developer") role = "system";
+  if (calls) {
+    for (const Json& call : message["tool_calls"]) {
+      if (!call.is_object()) return wrong(where + ".tool_calls", " is a list of objects");
+      if (!content->empty()) *content += "\n";
+      *content += call.value("function", Json::object()).dump(-1, ' ', false, Json::error_handler_t::replace);
+    }
+  }
+  if (role == "tool" || role == "function") role = "user";
+  if (role != "system" && role != "user" && role != "assistant")
+    return wrong(where + ".role", " is " + shown(*role_at) + allowed);
+  return engine::ChatMessage{role, *std::move(content)};
+}
+
+}  // namespace
+
+ApiResult<std::vector<engine::ChatMessage>> read_messages(const Json* messages) {
+  if (!messages) return wrong("messages", " is missing");
+  if (!messages->is_array() || messages->empty())
+    return wrong("messages", " is " + shown(*messages) + ", expected is a list of at least one message");
+  std::vector<engine::ChatMessage> out;
+  for (size_t i = 0; i < messages->size(); ++i) {
+    auto message = read_message((*messages)[i], "messages[" + std::to_string(i) + "]");
+    if (!message.ok()) return message.error();
+    out.push_back(*std::move(message));
+  }
+  return out;
+}
+
+}  // namespace pagedkv::server

@@ -1,0 +1,68 @@
+#include "server/stats_json.h"
+
+#include <malloc.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <optional>
+#include <utility>
+
+namespace pagedkv::server {
+namespace {
+
+constexpr int64_t kMaxDrawnBlocks = 8192;  // of the pool's map on the page
+
+// What is allocated and not freed: unlike resident memory it does not depend on what the allocator keeps for later.
+std::optional<int64_t> heap_live_bytes() {
+#ifdef __GLIBC__
+  const struct mallinfo2 info = mallinfo2();
+  return static_cast<int64_t>(info.uordblks + info.hblkhd);
+#else
+  return std::nullopt;
+#endif
+}
+
+// Parallel lists, short for the wire: state by letter (- free o open f full s shared c cached . no memory).
+OrderedJson blocks_json(const Cache::BlockViews& views) {
+  std::string states;
+  OrderedJson holders = OrderedJson::array(), ages = holders, sequences = holders, keys = holders;
+  const auto n = std::min<int64_t>(std::ssize(views.blocks), kMaxDrawnBlocks);
+  for (int64_t i = 0; i < n; ++i) {
+    const BlockView& b = views.blocks[static_cast<size_t>(i)];
+    states += ".-ofsc"[static_cast<int>(b.state)];
+    holders.push_back(b.holders);
+    ages.push_back(views.step - b.last_step);
+    sequences.push_back(b.sequence);
+    char key[20] = "";
+    if (b.key != 0) std::snprintf(key, sizeof key, "%016llx", static_cast<unsigned long long>(b.key));
+    keys.push_back(key);
+  }
+  return {{"total", views.blocks.size()},      {"states", states},
+          {"holders", std::move(holders)},     {"ages", std::move(ages)},
+          {"sequences", std::move(sequences)}, {"keys", std::move(keys)}};
+}
+
+}  // namespace
+
+OrderedJson stats_json(const StatsInput& in) {
+  OrderedJson out = {
+      {"model", in.model},
+      {"context", in.context.n},
+      {"block_size", in.block_size.n},
+      {"kv_quant", in.kv_quant},
+      {"isa", in.isa},
+      {"cache", OrderedJson::parse(to_json(in.scheduler.cache))},
+      {"scheduler", {{"max_num_seqs", in.options.max_num_seqs}, {"max_queue", in.options.max_queue}}},
+      {"http",
+       {{"connections", in.http.connections},
+        {"bad_requests", in.http.bad_requests},
+        {"gone", in.http.gone},
+        {"slow_readers", in.http.slow_readers}}}};
+  for (const auto& [name, value] : engine::named_counts(in.scheduler)) out["scheduler"][name] = value;
+  for (const auto& [name, value] : engine::named_seconds(in.scheduler)) out["scheduler"][name] = value;
+  if (const auto live = heap_live_bytes()) out["heap_live_bytes"] = *live;
+  if (in.with_blocks) out["blocks"] = blocks_json(in.scheduler.blocks);
+  return out;
+}
+
+}  // namespace pagedkv::server
