@@ -23,7 +23,7 @@ std::optional<int64_t> heap_live_bytes() {
 }
 
 // Parallel lists, short for the wire: state by letter (- free o open f full s shared c cached . no memory).
-OrderedJson blocks_json(const Cache::BlockViews& views) {
+OrderedJson blocks_json(const BlockViews& views) {
   std::string states;
   OrderedJson holders = OrderedJson::array(), ages = holders, sequences = holders, keys = holders;
   const auto n = std::min<int64_t>(std::ssize(views.blocks), kMaxDrawnBlocks);
