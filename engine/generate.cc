@@ -1,31 +1,30 @@
-// One prompt, one answer: prefill in chunks, then token by token until something ends it.
-#include <chrono>
+// One prompt, one answer: the loop of the scheduler, on the caller's thread and with a single request in it.
+#include <memory>
 #include <string>
 #include <utility>
 
+#include "engine/clock.h"
 #include "engine/engine.h"
 #include "engine/engine_impl.h"
+#include "engine/job.h"
+#include "engine/loop.h"
 
 namespace pagedkv::engine {
 namespace {
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
 double per_second(int64_t n, double seconds) { return n > 0 && seconds > 0 ? static_cast<double>(n) / seconds : 0; }
 
-// Ends a sequence however its scope is left. Its full blocks stay cached for the next prompt.
-class SequenceGuard {
+// Keeps what a step says until the caller hears of it, outside the step.
+class Outbox : public RequestSink {
  public:
-  SequenceGuard(Cache& cache, SequenceId id) : cache_(cache), id_(id) {}
-  ~SequenceGuard() { static_cast<void>(cache_.release(id_)); }
-  SequenceGuard(const SequenceGuard&) = delete;
-  SequenceGuard& operator=(const SequenceGuard&) = delete;
+  void on_delta(Delta delta) override {
+    text = std::move(delta.text);
+    finish = delta.finish;
+  }
+  void on_end(const Status&, const Usage&) override {}
 
- private:
-  Cache& cache_;
-  SequenceId id_;
+  std::string text;
+  std::optional<FinishReason> finish;
 };
 
 }  // namespace
@@ -37,80 +36,57 @@ double GenerateResult::decode_tok_s() const { return per_second(tokens_out - 1, 
 Result<GenerateResult> Engine::generate(const GenerateRequest& request,
                                         const std::function<bool(std::string_view)>& on_text) {
   Impl& e = *impl_;
-  const auto n_prompt = std::ssize(request.prompt);
   if (Status s = check_prompt(request.prompt, e.context, model().vocab_size); !s.ok())
     return Status(s.code(), "[generate] " + s.message());
-  auto answer = Answer::begin(*e.text, request.prompt, e.context,
-                              {.max_tokens = request.max_tokens,
-                               .sampling = request.sampling,
-                               .stop = request.stop,
-                               .own_text = request.own_text});
-  if (!answer.ok()) return answer.status();
+  const auto outbox = std::make_shared<Outbox>();
+  auto made = make_job(*e.text, e.context,
+                       {.prompt = request.prompt,
+                        .answer = {.max_tokens = request.max_tokens,
+                                   .sampling = request.sampling,
+                                   .stop = request.stop,
+                                   .own_text = request.own_text}},
+                       outbox);
+  if (!made.ok()) return made.status();
 
   GenerateResult result;
-  result.tokens_in = n_prompt;
+  result.tokens_in = std::ssize(request.prompt);
   if (request.max_tokens.n == 0) {
     result.finish_reason = FinishReason::kLength;
     return result;
   }
-  auto started = e.cache->start(request.prompt);
-  if (!started.ok()) return started.status();
-  const SequenceGuard guard(*e.cache, started->id);
-  result.tokens_reused = started->reused.n;
-
-  // Gives text to the caller; false once the caller has had enough.
-  auto show = [&](const std::string& text) {
+  Loop loop(*this, {.max_num_seqs = 1, .max_num_batched_tokens = e.chunk, .max_step_seconds = 0});
+  // Good until the request's end is dropped.
+  const Job& job = **made;
+  const Stream& stream = *job.streams[0];
+  loop.accept(std::move(*made));
+  const auto is_prefilled = [&] { return stream.computed >= result.tokens_in; };
+  while (loop.has_work()) {
+    loop.admit();
+    loop.step();
+    const std::string text = std::exchange(outbox->text, "");
     result.text += text;
-    return !on_text || on_text(text);
-  };
-  // One step of this sequence alone.
-  auto forward = [&](std::span<const int32_t> tokens) -> Result<std::span<const float>> {
-    const StepInput input{.sequence = started->id, .tokens = tokens};
-    auto out = step({&input, 1});
-    if (!out.ok()) return out.status();
-    if (!out->statuses[0].ok()) return out->statuses[0];
-    return out->logits;
-  };
-
-  auto clock = std::chrono::steady_clock::now();
-  std::span<const float> logits;
-  for (int64_t at = started->reused.n; at < n_prompt;) {
-    const int64_t n = std::min(e.chunk.n, n_prompt - at);
-    auto out = forward(std::span(request.prompt).subspan(static_cast<size_t>(at), static_cast<size_t>(n)));
-    if (!out.ok()) return out.status();
-    logits = *out;
-    at += n;
-    if (at < n_prompt && !show("")) {
-      result.finish_reason = FinishReason::kCancelled;
-      result.prefill_seconds = seconds_since(clock);
-      return result;
-    }
+    // Between the chunks of a prompt the caller is asked too, with nothing to show.
+    const bool asked = !text.empty() || (loop.has_work() && !is_prefilled());
+    if (asked && on_text && !on_text(text)) loop.cancel(job.id);
   }
-  result.prefill_seconds = seconds_since(clock);
+  const std::vector<Loop::End> ends = loop.take_ends();
+  if (!ends[0].status.ok()) return ends[0].status;
 
-  clock = std::chrono::steady_clock::now();
-  for (;;) {
-    const auto grown = (*answer)->grow(logits);
-    if (!grown.ok()) return grown.status();
-    const bool wanted = grown->text.empty() || show(grown->text);
-    if (grown->finish || !wanted) {
-      result.finish_reason = grown->finish.value_or(FinishReason::kCancelled);
-      break;
-    }
-    auto out = forward({&grown->token, 1});
-    if (!out.ok()) return out.status();
-    logits = *out;
+  const Usage& usage = job.usage;
+  const double answered = seconds(Clock::now() - job.arrived);
+  result.finish_reason = outbox->finish.value_or(FinishReason::kCancelled);
+  result.tokens_reused = usage.cached_tokens;
+  if (!is_prefilled()) {
+    result.prefill_seconds = answered - usage.queue_seconds;
+    return result;
   }
-  result.decode_seconds = seconds_since(clock);
-  result.text += (*answer)->rest();
-  result.tokens = (*answer)->tokens();
+  result.prefill_seconds = usage.first_token_seconds - usage.queue_seconds;
+  result.decode_seconds = answered - usage.first_token_seconds;
+  result.text += stream.answer->rest();
+  result.tokens = stream.answer->tokens();
   result.tokens_out = std::ssize(result.tokens);
-  for (int g = 0; g < std::ssize(e.cache->options().groups); ++g) {
-    if (auto held = e.cache->blocks_held(started->id, g); held.ok()) {
-      result.blocks_held += *held;
-      result.bytes_held += e.cache->image_bytes(g) * held->n;
-    }
-  }
+  result.blocks_held = stream.blocks_held;
+  result.bytes_held = stream.bytes_held;
   return result;
 }
 

@@ -25,6 +25,8 @@ struct Stream {
   std::vector<int32_t> tokens;  // prompt, then what was drawn and is not the end
   int64_t computed = 0;         // leading tokens whose K and V are stored; meaningful while it runs
   SequenceId sequence;
+  Blocks blocks_held;  // when it ended, all groups together
+  Bytes bytes_held;    // of those blocks, padding included
   Clock::time_point last_token;
 
   int64_t pending() const { return std::ssize(tokens) - computed; }

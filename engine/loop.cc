@@ -270,7 +270,14 @@ Status Loop::grow(Stream& s, std::span<const float> logits, Clock::time_point no
 // ---------------------------------------------------------------------------------------------------------
 void Loop::leave(Stream& s) {
   std::erase(waiting_, &s);
-  if (std::erase(running_, &s) > 0) static_cast<void>(cache_.release(s.sequence));
+  if (std::erase(running_, &s) == 0) return;
+  for (int g = 0; g < std::ssize(cache_.options().groups); ++g) {
+    if (const auto held = cache_.blocks_held(s.sequence, g); held.ok()) {
+      s.blocks_held += *held;
+      s.bytes_held += cache_.image_bytes(g) * held->n;
+    }
+  }
+  static_cast<void>(cache_.release(s.sequence));
 }
 
 // The request ends before its choices do. An ok status: it was cancelled.

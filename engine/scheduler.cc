@@ -90,7 +90,7 @@ struct Scheduler::Impl {
       for (;;) {
         await_work();
         Inbox::Mail mail = inbox.take();
-        if (mail.stop) return end_all(Status(Code::kUnavailable, "the server was stopped"), std::move(mail.jobs));
+        if (mail.stop) return end_all(Status(Code::kUnavailable, "the server was stopped"), mail.jobs);
         const auto begin = Clock::now();
         const bool came = !mail.jobs.empty();
         for (auto& job : mail.jobs) loop.accept(std::move(job));
@@ -123,7 +123,7 @@ struct Scheduler::Impl {
   }
 
   // `not_begun`: requests that the loop has not seen.
-  void end_all(const Status& status, std::vector<std::unique_ptr<Job>> not_begun) {
+  void end_all(const Status& status, const std::vector<std::unique_ptr<Job>>& not_begun) {
     loop.end_all(status);
     publish();
     tell_ends();

@@ -1,6 +1,7 @@
 // Answers to single prompts: how they end, what they reuse, and that nothing is left behind.
 #include <gtest/gtest.h>
 
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -95,6 +96,27 @@ TEST(Generate, IsCancelledByItsReader) {
   EXPECT_EQ(calls, 2);
   EXPECT_EQ(world.engine->cache().stats().sequences, 0);
   EXPECT_TRUE(world.engine->cache().verify().ok());
+}
+
+TEST(Generate, AReaderThatThrowsIsHeardAndLeavesNothingBehind) {
+  World world(options_with_context(256));
+  const auto prompt = random_tokens(20, world.vocab_size(), 12);
+  const auto reader = [](std::string_view) -> bool { throw std::runtime_error("the reader's own"); };
+  EXPECT_THROW(static_cast<void>(world.engine->generate(greedy(prompt, 8), reader)), std::runtime_error);
+  EXPECT_EQ(world.engine->cache().stats().sequences, 0);
+  EXPECT_TRUE(world.engine->generate(greedy(prompt, 8)).ok());
+}
+
+TEST(Generate, SaysWhatItHeldAtItsEnd) {
+  World world(options_with_context(256));
+  auto result = world.engine->generate(greedy(random_tokens(40, world.vocab_size(), 5), 8));
+  ASSERT_TRUE(result.ok());
+  // The last token drawn is not fed to the model, whether it ends the answer or is its last.
+  const int64_t fed = result->tokens_out - (result->finish_reason == FinishReason::kLength ? 1 : 0);
+  EXPECT_EQ(result->blocks_held, blocks_for(Tokens(40 + fed), Tokens(16)));
+  EXPECT_EQ(result->bytes_held, world.engine->cache().image_bytes(0) * result->blocks_held.n);
+  EXPECT_GT(result->prefill_seconds, 0);
+  EXPECT_GT(result->decode_seconds, 0);
 }
 
 TEST(Generate, StopsAtAStopStringAndDoesNotShowIt) {
