@@ -47,7 +47,8 @@ struct BlockAttentionOptions {
 };
 
 // One attention call over such tensors, planned once and run by any number of parts. Bits are those of a Cache that
-// stores the same rows. The arrays and tables must outlive it.
+// stores the same rows. The arrays and tables must outlive it. Const members any thread: the parts of one
+// call share its scratch, another call has one of its own.
 class PKV_API BlockAttention {
  public:
   // Errors: kInvalidArgument: tensors that contradict their formats, lengths, rows or a block id out of range (with

@@ -38,6 +38,7 @@ struct DenseKv {
   std::vector<float> keys, values;  // [num_kv_heads, offset, head_dim]
 };
 
+// One thread.
 class PKV_API PagedKVCache {
  public:
   // Shapes are taken from the first write; until then no memory is held.
