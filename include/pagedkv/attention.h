@@ -6,6 +6,7 @@
 #include <span>
 #include <string_view>
 
+#include "pagedkv/export.h"
 #include "pagedkv/status.h"
 #include "pagedkv/units.h"
 
@@ -23,7 +24,7 @@ enum class ElementType : uint8_t { kF32, kF16, kBF16 };
 enum class QueryPath : uint8_t { kAuto, kF32, kInt8 };
 const char* query_path_name(QueryPath path);  // "auto", "f32", "int8"
 // Errors: kInvalidArgument with the three names.
-Result<QueryPath> parse_query_path(std::string_view word);
+PKV_API Result<QueryPath> parse_query_path(std::string_view word);
 
 // New rows of K or V for the tokens of a step: [n_tokens, num_kv_heads, head_dim], last dimension contiguous.
 // Strides are in elements; 0 means dense.
@@ -54,7 +55,7 @@ struct AttendArgs {
 //   out  [n_rows, head_dim]   lse  [n_rows], -inf for a row that saw no key
 // A row that is empty on both sides stays out 0, lse -inf.
 // Source: FlashInfer's merge of attention states, arXiv 2501.01005, section 2.2.
-void merge_states(float* out_a, float* lse_a, const float* out_b, const float* lse_b, int64_t n_rows,
-                  int64_t head_dim);
+PKV_API void merge_states(float* out_a, float* lse_a, const float* out_b, const float* lse_b, int64_t n_rows,
+                          int64_t head_dim);
 
 }  // namespace pagedkv

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "pagedkv/attention.h"
+#include "pagedkv/export.h"
 #include "pagedkv/layout.h"
 #include "pagedkv/status.h"
 #include "pagedkv/units.h"
@@ -35,8 +36,8 @@ struct BlockTables {
 //   slot_mapping  [n_tokens] block * block_size + offset; -1 skips the token
 // Errors: kInvalidArgument (tensors, a slot that is not there: nothing is written), kNotFinite with head and token:
 // that row is not written, the others are.
-Status write_slots(const BlockArrays& arrays, const KvRows& k, const KvRows& v,
-                   std::span<const int64_t> slot_mapping);
+PKV_API Status write_slots(const BlockArrays& arrays, const KvRows& k, const KvRows& v,
+                           std::span<const int64_t> slot_mapping);
 
 struct BlockAttentionOptions {
   int64_t num_q_heads = 0;     // a multiple of the KV heads; 0: equal to them
@@ -46,8 +47,9 @@ struct BlockAttentionOptions {
 };
 
 // One attention call over such tensors, planned once and run by any number of parts. Bits are those of a Cache that
-// stores the same rows. The arrays and tables must outlive it.
-class BlockAttention {
+// stores the same rows. The arrays and tables must outlive it. Const members any thread: the parts of one
+// call share its scratch, another call has one of its own.
+class PKV_API BlockAttention {
  public:
   // Errors: kInvalidArgument: tensors that contradict their formats, lengths, rows or a block id out of range (with
   // sequence and place), head counts.

@@ -20,6 +20,7 @@
 
 #include "pagedkv/attention.h"
 #include "pagedkv/block_view.h"
+#include "pagedkv/export.h"
 #include "pagedkv/layout.h"
 #include "pagedkv/prefix.h"
 #include "pagedkv/stats.h"
@@ -63,14 +64,14 @@ struct IsaEntry {
   std::string name;
   bool supported = false;
 };
-std::vector<IsaEntry> isa_entries();
+PKV_API std::vector<IsaEntry> isa_entries();
 // The entry that a cache made without CacheOptions::isa runs. Errors: kInvalidArgument when PAGEDKV_ISA names none
 // that runs here.
 struct IsaChoice {
   std::string name;
   bool by_environment = false;  // PAGEDKV_ISA, else the best of this machine
 };
-Result<IsaChoice> default_isa();
+PKV_API Result<IsaChoice> default_isa();
 
 // New tokens of one sequence in a step. `tokens` may be empty: then n_tokens rows without ids are appended, and
 // the sequence stops being shareable from there on.
@@ -96,7 +97,7 @@ struct GroupPlan {
 // The read-only description of one step; made by Cache::reserve, ended by Cache::commit. One that is dropped ends
 // its step without accepting anything. A plan that was moved from is empty, and every call of a Cache refuses it.
 // Threads: a plan that writes is ended by the thread that changes the cache. It may outlive the cache.
-class StepPlan {
+class PKV_API StepPlan {
  public:
   StepPlan(StepPlan&&) noexcept;
   StepPlan& operator=(StepPlan&&) noexcept;
@@ -119,7 +120,7 @@ class StepPlan {
   std::unique_ptr<Impl> impl_;
 };
 
-class Cache {
+class PKV_API Cache {
  public:
   // Errors: kInvalidArgument (shape, sizes past their limits, head counts, unknown ISA), kCapacity (num_blocks
   // exceed kv_memory), kNoMemory (no address space or memory).

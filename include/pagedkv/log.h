@@ -4,15 +4,17 @@
 #include <functional>
 #include <string_view>
 
+#include "pagedkv/export.h"
+
 namespace pagedkv {
 
 // Called from any thread; must not call back into the library. The default sink drops everything.
 using LogSink = std::function<void(std::string_view message)>;
 
 // Replaces the process-wide sink. Any thread.
-void set_log_sink(LogSink sink);
+PKV_API void set_log_sink(LogSink sink);
 
 // Hands a message to the sink: for what is built on the library. Any thread.
-void notice(std::string_view message);
+PKV_API void notice(std::string_view message);
 
 }  // namespace pagedkv

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "pagedkv/export.h"
+
 namespace pagedkv {
 
 // Where to look. Tests point it at files of their own.
@@ -13,18 +15,18 @@ struct MachineFiles {
   std::string cgroup_root = "/sys/fs/cgroup";
 };
 
-int64_t ram_bytes(const MachineFiles& files = {});
+PKV_API int64_t ram_bytes(const MachineFiles& files = {});
 // The tightest cgroup limit in bytes; INT64_MAX when there is none or it cannot be read.
-int64_t cgroup_memory(const MachineFiles& files = {});
+PKV_API int64_t cgroup_memory(const MachineFiles& files = {});
 // The smaller of the two.
-int64_t memory_limit(const MachineFiles& files = {});
+PKV_API int64_t memory_limit(const MachineFiles& files = {});
 // Bytes that the tightest cgroup still allows this process to take; INT64_MAX when none limits it. Clean page cache
 // counts as free, because the kernel drops it first.
-int64_t cgroup_room(const MachineFiles& files = {});
+PKV_API int64_t cgroup_room(const MachineFiles& files = {});
 
 // CPUs worth of time per second that the tightest cgroup quota allows, rounded up; 0: no quota.
-int cgroup_cpus(const MachineFiles& files = {});
+PKV_API int cgroup_cpus(const MachineFiles& files = {});
 // CPUs in this thread's affinity mask; at least 1.
-int affinity_cpus();
+PKV_API int affinity_cpus();
 
 }  // namespace pagedkv

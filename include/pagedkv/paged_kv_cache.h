@@ -9,6 +9,7 @@
 
 #include "pagedkv/attention.h"
 #include "pagedkv/cache.h"
+#include "pagedkv/export.h"
 #include "pagedkv/format.h"
 
 namespace pagedkv {
@@ -23,7 +24,7 @@ struct PagedKVCacheOptions {
 
 // The options with kv_quant_config and dynamic as the environment says (PAGEDKV_QUANT, PAGEDKV_DYNAMIC and the
 // article's names). Read at each call. Errors: kInvalidArgument with the variable, its value and what is allowed.
-Result<PagedKVCacheOptions> paged_kv_options_from_env(PagedKVCacheOptions defaults = {});
+PKV_API Result<PagedKVCacheOptions> paged_kv_options_from_env(PagedKVCacheOptions defaults = {});
 
 // K or V with the article's axes: [num_kv_heads, n_tokens, head_dim], dense float32.
 struct HeadMajorRows {
@@ -37,7 +38,8 @@ struct DenseKv {
   std::vector<float> keys, values;  // [num_kv_heads, offset, head_dim]
 };
 
-class PagedKVCache {
+// One thread.
+class PKV_API PagedKVCache {
  public:
   // Shapes are taken from the first write; until then no memory is held.
   // Errors: kInvalidArgument (sizes).

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "pagedkv/export.h"
 #include "pagedkv/units.h"
 
 namespace pagedkv {
@@ -22,7 +23,7 @@ enum class PrefixReason : uint8_t {
   kNoRoom,      // a partial hit needs a block to copy into, and there was none
   kOff,         // sharing is off for the cache or for this call
 };
-const char* prefix_reason_name(PrefixReason reason);  // "hit", "new", "evicted", ...
+PKV_API const char* prefix_reason_name(PrefixReason reason);  // "hit", "new", "evicted", ...
 
 // Names a full block's content and all that came before it: SHA-256, chained from the cache's descriptor and the
 // namespace on.

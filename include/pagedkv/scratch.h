@@ -6,13 +6,14 @@
 #include <new>
 #include <span>
 
+#include "pagedkv/export.h"
 #include "pagedkv/status.h"
 #include "pagedkv/units.h"
 
 namespace pagedkv {
 
 // Bytes on a 64-byte boundary, as AttendArgs::scratch wants them; they grow and never shrink. One thread.
-class Scratch {
+class PKV_API Scratch {
  public:
   // `bytes` of it, valid until the next get(); what they hold is not kept. Errors: kNoMemory; what was there is
   // gone.

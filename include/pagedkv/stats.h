@@ -5,6 +5,8 @@
 #include <map>
 #include <string>
 
+#include "pagedkv/export.h"
+
 namespace pagedkv {
 
 struct Stats {
@@ -48,6 +50,6 @@ struct Stats {
   std::map<std::string, int64_t> hits_by_reason;  // "hit", and for tokens not reused, why (PrefixReason)
 };
 
-std::string to_json(const Stats& stats);
+PKV_API std::string to_json(const Stats& stats);
 
 }  // namespace pagedkv

@@ -9,6 +9,8 @@
 #include <utility>
 #include <variant>
 
+#include "pagedkv/export.h"
+
 namespace pagedkv {
 
 enum class Code : uint8_t {
@@ -26,7 +28,7 @@ enum class Code : uint8_t {
 };
 
 // "invalid argument", "capacity", ...
-const char* code_name(Code code);
+PKV_API const char* code_name(Code code);
 
 class [[nodiscard]] Status {
  public:

@@ -33,7 +33,7 @@ PKV_INLINE Lanes lanes_of_sums(const LayerStore& layer, const AttendShape& shape
 }
 
 // The scratch of one part, cut into arrays. Rows are padded to whole units and in lane order.
-struct Scratch {
+struct PartScratch {
   int64_t dk, dv;     // floats of a row of q and k, of acc and v
   float* q;           // [state_rows, dk]; not where queries are codes
   int64_t dq;         // bytes of a plane of query codes; 0: queries are floats
@@ -50,7 +50,7 @@ struct Scratch {
   float* v_tile;      // [kTile, dv]
   int64_t bytes;
 
-  Scratch(const LayerStore& layer, const AttendShape& shape, std::byte* base) {
+  PartScratch(const LayerStore& layer, const AttendShape& shape, std::byte* base) {
     const int64_t n = state_rows(layer, shape);
     dk = padded_dim(layer.k.format, layer.k.head_dim);
     dv = padded_sums(layer, shape);
@@ -78,7 +78,7 @@ struct Scratch {
 };
 
 // Some tokens of an item with some KV heads: at most state_rows rows, [head][token][head of the group].
-struct Block {
+struct Slice {
   const WorkItem* item;
   int64_t token_begin, token_end;  // of the step
   int64_t head_begin, head_end;    // KV heads
@@ -87,7 +87,7 @@ struct Block {
   int64_t begin, end;              // keys that some row sees, inside the item's runs; none: begin >= end
 
   int64_t heads() const { return head_end - head_begin; }
-  bool same_rows(const Block& other) const {
+  bool same_rows(const Slice& other) const {
     return token_begin == other.token_begin && token_end == other.token_end && head_begin == other.head_begin &&
            head_end == other.head_end;
   }
@@ -97,11 +97,11 @@ struct Block {
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return a <= 0 ? 0 : (a + b - 1) / b; }
 
-// The blocks of one part in order. A part takes the (item, KV head) units whose middle lies inside its share of the
+// The slices of one part in order. A part takes the (item, KV head) units whose middle lies inside its share of the
 // cost: with units of 256 tokens and one more behind, two parts are even that way (by their beginnings, 4 to 2).
-class Blocks {
+class Slices {
  public:
-  Blocks(const AttendCall& call, Part part)
+  Slices(const AttendCall& call, Part part)
       : call_(call),
         begin_(call.total_cost * part.index / part.count),
         end_(call.total_cost * (part.index + 1) / part.count) {
@@ -118,7 +118,7 @@ class Blocks {
     enter_item();
   }
 
-  bool next(Block& block) {
+  bool next(Slice& slice) {
     while (head_ >= head_end_) {
       if (item_ >= call_.n_items) return false;
       ++item_;
@@ -132,21 +132,21 @@ class Blocks {
     const int64_t capacity = state_rows(call_.layer, call_.shape);
     const int64_t tokens = min64(item.row_end - item.row_begin, max64(1, capacity / group));
     const int64_t heads = max64(1, capacity / (tokens * group));
-    block = {.item = &item,
+    slice = {.item = &item,
              .token_begin = token_,
              .token_end = min64(item.row_end, token_ + tokens),
              .head_begin = head_,
              .head_end = min64(head_end_, head_ + heads)};
-    block.first_position = length - n_new + block.token_begin - new_begin;
-    block.head_rows = (block.token_end - block.token_begin) * group;
-    const int64_t past = block.first_position + block.token_end - block.token_begin;
-    block.end = min64(min64(past, length), item.run_end * kRunTokens);
-    block.begin = item.run_begin * kRunTokens;
-    if (window > 0) block.begin = max64(block.begin, block.first_position - window + 1);
-    token_ = block.token_end;
+    slice.first_position = length - n_new + slice.token_begin - new_begin;
+    slice.head_rows = (slice.token_end - slice.token_begin) * group;
+    const int64_t past = slice.first_position + slice.token_end - slice.token_begin;
+    slice.end = min64(min64(past, length), item.run_end * kRunTokens);
+    slice.begin = item.run_begin * kRunTokens;
+    if (window > 0) slice.begin = max64(slice.begin, slice.first_position - window + 1);
+    token_ = slice.token_end;
     if (token_ >= item.row_end) {
       token_ = item.row_begin;
-      head_ = block.head_end;
+      head_ = slice.head_end;
     }
     return true;
   }
@@ -171,28 +171,28 @@ class Blocks {
   const AttendCall& call_;
   const int64_t begin_, end_;  // of the cost
   int64_t item_ = 0;
-  int64_t head_ = 0, head_end_ = 0, token_ = 0;  // of the next block
+  int64_t head_ = 0, head_end_ = 0, token_ = 0;  // of the next slice
 };
 
-// The tiles of a part's blocks in the order of work: tile by tile, each with all heads of its block.
+// The tiles of a part's slices in the order of work: tile by tile, each with all heads of its slice.
 class Tiles {
  public:
-  Tiles(const AttendCall& call, Part part) : call_(call), blocks_(call, part) {}
+  Tiles(const AttendCall& call, Part part) : call_(call), slices_(call, part) {}
 
   // Finds the rows of the next one.
   bool next(Tile& tile) {
     while (tile_ >= n_tiles_) {
-      if (!blocks_.next(block_)) return false;
+      if (!slices_.next(slice_)) return false;
       tile_ = 0;
-      head_ = block_.head_begin;
-      n_tiles_ = block_.n_tiles();
+      head_ = slice_.head_begin;
+      n_tiles_ = slice_.n_tiles();
     }
-    const int64_t first = (block_.first_tile() + tile_) * kTile;
-    find_tile(call_.layer, call_.batch.block_tables + block_.item->sequence * call_.batch.max_blocks,
-              call_.batch.max_blocks, first, int(max64(0, block_.begin - first)),
-              int(min64(kTile, block_.end - first)), head_, tile);
-    if (++head_ == block_.head_end) {
-      head_ = block_.head_begin;
+    const int64_t first = (slice_.first_tile() + tile_) * kTile;
+    find_tile(call_.layer, call_.batch.block_tables + slice_.item->sequence * call_.batch.max_blocks,
+              call_.batch.max_blocks, first, int(max64(0, slice_.begin - first)),
+              int(min64(kTile, slice_.end - first)), head_, tile);
+    if (++head_ == slice_.head_end) {
+      head_ = slice_.head_begin;
       ++tile_;
     }
     return true;
@@ -200,8 +200,8 @@ class Tiles {
 
  private:
   const AttendCall& call_;
-  Blocks blocks_;
-  Block block_;
+  Slices slices_;
+  Slice slice_;
   int64_t tile_ = 0, n_tiles_ = 0, head_ = 0;  // of the next one
 };
 
@@ -213,7 +213,7 @@ class Attention {
         v_(call.layer.v),
         group_(call.shape.num_q_heads / call.layer.num_kv_heads),
         scratch_(call.layer, call.shape, call.part_scratch + part.index * call.part_scratch_bytes),
-        blocks_(call, part),
+        slices_(call, part),
         to_come_(call, part) {
     k_bytes_ = packed_bytes(k_.format, k_.head_dim);
     v_bytes_ = packed_bytes(v_.format, v_.head_dim);
@@ -228,41 +228,41 @@ class Attention {
   void work() {
     for (; found_ < kAhead && to_come_.next(tiles_[found_]); ++found_) {
     }
-    for (Block block; blocks_.next(block);) attend_block(block);
+    for (Slice slice; slices_.next(slice);) attend_slice(slice);
   }
 
  private:
-  void attend_block(const Block& block) {
-    const int64_t n_rows = block.head_rows * block.heads(), n_tiles = block.n_tiles();
-    if (!block.same_rows(queries_of_)) fetch_queries(block);
-    queries_of_ = block;
+  void attend_slice(const Slice& slice) {
+    const int64_t n_rows = slice.head_rows * slice.heads(), n_tiles = slice.n_tiles();
+    if (!slice.same_rows(queries_of_)) fetch_queries(slice);
+    queries_of_ = slice;
     for (int64_t i = 0; i < n_rows; ++i) scratch_.runs[i] = {-kInf, 0};
     bool folded = false;  // some run is in `total`
     fresh_run(n_rows);
     for (int64_t i = 0; i < n_tiles; ++i) {
-      const int64_t first = (block.first_tile() + i) * kTile;
+      const int64_t first = (slice.first_tile() + i) * kTile;
       if (i > 0 && first % kRunTokens == 0) {
         close_run(n_rows, folded);
         folded = true;
         fresh_run(n_rows);
       }
-      for (int64_t h = 0; h < block.heads(); ++h) {
+      for (int64_t h = 0; h < slice.heads(); ++h) {
         Tile& tile = tiles_[used_++ % kTiles];
         Tile* ahead = &tiles_[found_ % kTiles];
         to_come_.next(*ahead) ? void(++found_) : void(ahead = nullptr);
         load_scales(call_.layer, tile);
-        attend_tile(block, h, first, tile, ahead);
+        attend_tile(slice, h, first, tile, ahead);
       }
     }
     if (folded) close_run(n_rows, true);
-    write_rows(block, folded);
+    write_rows(slice, folded);
   }
 
   // q * scale, in lane order or as codes.
-  void fetch_queries(const Block& block) {
+  void fetch_queries(const Slice& slice) {
     int64_t row = 0;
-    for (int64_t h = block.head_begin; h < block.head_end; ++h) {
-      for (int64_t token = block.token_begin; token < block.token_end; ++token) {
+    for (int64_t h = slice.head_begin; h < slice.head_end; ++h) {
+      for (int64_t token = slice.token_begin; token < slice.token_end; ++token) {
         const float* q = call_.q + token * call_.q_token_stride + h * group_ * k_.head_dim;
         for (int64_t g = 0; g < group_; ++g, ++row, q += k_.head_dim) {
           if (call_.shape.k_codes) {
@@ -298,20 +298,20 @@ class Attention {
     }
   }
 
-  // Head h of the block (0-based) over the tile at position `first`.
-  void attend_tile(const Block& block, int64_t h, int64_t first, const Tile& tile, const Tile* ahead) {
-    const bool direct = block.head_rows <= kDirectRows;
+  // Head h of the slice (0-based) over the tile at position `first`.
+  void attend_tile(const Slice& slice, int64_t h, int64_t first, const Tile& tile, const Tile* ahead) {
+    const bool direct = slice.head_rows <= kDirectRows;
     if (!direct) lay_out_tile(tile);
     alignas(64) float s[kBlockRows * kTile];
     alignas(64) uint8_t codes[2 * WeightCodes::kPlane];
     float scales[kBlockRows], alpha[kBlockRows];
     const WeightCodes weights{codes, scales};
     int lo[kBlockRows], hi[kBlockRows];
-    for (int64_t r = 0; r < block.head_rows; r += kBlockRows) {
-      const int n = int(min64(kBlockRows, block.head_rows - r));
+    for (int64_t r = 0; r < slice.head_rows; r += kBlockRows) {
+      const int n = int(min64(kBlockRows, slice.head_rows - r));
       int first_seen = kTile, seen = 0;
       for (int i = 0; i < n; ++i) {
-        const int64_t position = block.first_position + (r + i) / group_;
+        const int64_t position = slice.first_position + (r + i) / group_;
         hi[i] = int(max64(0, min64(tile.n, position + 1 - first)));
         lo[i] = 0;
         if (call_.shape.sliding_window > 0) {
@@ -322,7 +322,7 @@ class Attention {
       }
       if (first_seen >= seen) continue;
       const int end = places_before(seen);
-      const int64_t row = h * block.head_rows + r;
+      const int64_t row = h * slice.head_rows + r;
       const Tile* fetched = direct && r == 0 ? ahead : nullptr;
       score(tile, fetched, direct, row, n, end, s);
       if (call_.shape.v_codes) {
@@ -380,7 +380,7 @@ class Attention {
   uint8_t* k_panel() const { return reinterpret_cast<uint8_t*>(scratch_.k_tile); }
   uint8_t* v_panel() const { return reinterpret_cast<uint8_t*>(scratch_.v_tile); }
 
-  // Once for all rows of the block: rows as floats, codes as panels.
+  // Once for all rows of the slice: rows as floats, codes as panels.
   void lay_out_tile(const Tile& tile) {
     if (call_.shape.k_codes) {
       code_products_of(k_.format).lay_out_keys({tile.k, nullptr, k_bytes_}, k_panel());
@@ -508,16 +508,16 @@ class Attention {
     return top;
   }
 
-  void write_rows(const Block& block, bool folded) {
+  void write_rows(const Slice& slice, bool folded) {
     float* acc = folded ? scratch_.total : scratch_.acc;
     const RowState* states = folded ? scratch_.runs : scratch_.run;
     const int64_t q_heads = call_.shape.num_q_heads;
     int64_t row = 0;
-    for (int64_t h = block.head_begin; h < block.head_end; ++h) {
-      for (int64_t token = block.token_begin; token < block.token_end; ++token) {
+    for (int64_t h = slice.head_begin; h < slice.head_end; ++h) {
+      for (int64_t token = slice.token_begin; token < slice.token_end; ++token) {
         for (int64_t q_head = h * group_; q_head < (h + 1) * group_; ++q_head, ++row, acc += scratch_.dv) {
-          if (block.item->partial >= 0) {
-            const int64_t index = (block.item->partial + token - block.item->row_begin) * q_heads + q_head;
+          if (slice.item->partial >= 0) {
+            const int64_t index = (slice.item->partial + token - slice.item->row_begin) * q_heads + q_head;
             float* partial = call_.partials + index * partial_floats(v_.head_dim);
             float* state = partial + partial_floats(v_.head_dim) - 16;
             __builtin_memcpy(partial, acc, size_t(scratch_.dv) * sizeof(float));
@@ -545,14 +545,14 @@ class Attention {
   const RowStore& k_;
   const RowStore& v_;
   const int64_t group_;  // query heads of a KV head
-  Scratch scratch_;
+  PartScratch scratch_;
   int64_t k_bytes_, v_bytes_;
   bool k_adjacent_, v_adjacent_;  // TileRows::adjacent
   const uint8_t* k_tile_[kTile];
   const uint8_t* v_tile_[kTile];
   static constexpr int64_t kTiles = kAhead + 1;
-  Blocks blocks_;
-  Block queries_of_{};  // the block whose queries are in the scratch
+  Slices slices_;
+  Slice queries_of_{};  // the slice whose queries are in the scratch
   Tiles to_come_;
   Tile tiles_[kTiles];
   int64_t found_ = 0, used_ = 0;  // tiles so far
@@ -561,7 +561,7 @@ class Attention {
 }  // namespace
 
 int64_t part_scratch_bytes(const LayerStore& layer, const AttendShape& shape) {
-  return Scratch(layer, shape, nullptr).bytes;
+  return PartScratch(layer, shape, nullptr).bytes;
 }
 
 void attend(const AttendCall& call, Part part) { Attention(call, part).work(); }

@@ -122,7 +122,10 @@ struct AttendCall {
 };
 
 // Floats of one partial: sums of p*v in the entry's lane order, padded to 64; then the row maximum, the row sum.
-constexpr int64_t partial_floats(int64_t head_dim_v) { return (head_dim_v + 63) / 64 * 64 + 16; }
+// Always inline: kernels call it, and a copy of its own would be a weak symbol with their instructions.
+[[gnu::always_inline]] constexpr int64_t partial_floats(int64_t head_dim_v) {
+  return (head_dim_v + 63) / 64 * 64 + 16;
+}
 
 // One instruction set's kernels.
 struct Entry {

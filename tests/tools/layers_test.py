@@ -111,6 +111,13 @@ class Layers(unittest.TestCase):
         self.assertEqual(result.returncode, 1)
         self.assertIn("src/utils/misc.h:1: src/utils is not in the layer table", result.stdout)
 
+    def test_a_file_has_at_most_600_lines(self):
+        for path in ["src/cache/long.cc", "tests/cache/long_test.cc"]:
+            self.assertEqual(self.run_on({path: "\n" * 600}).returncode, 0)
+            result = self.run_on({path: "\n" * 601})
+            self.assertEqual(result.returncode, 1)
+            self.assertIn(f"{path}:601: 601 lines", result.stdout)
+
     def test_kernels_have_no_threads_no_memory_and_no_environment(self):
         for text in ["#include <thread>", "#include <mutex>", "#include <cstdlib>", "#include <vector>",
                      "float* p = new float[4];", "void* p = malloc(4);", 'auto e = getenv("PAGEDKV_ISA");']:
