@@ -83,6 +83,12 @@ std::vector<GroupSpec> groups_of(nb::handle groups, CacheArgs& args) {
   return {make_group(group)};
 }
 
+// Types only: sizes are the cache's to judge, when it is made.
+void check_cache_options(const nb::kwargs& given) {
+  CacheArgs args;
+  read_options("Cache", given, kCacheFields, args);
+}
+
 CachePtr make_cache(nb::handle groups, const nb::kwargs& given) {
   CacheArgs args;
   read_options("Cache", given, kCacheFields, args);
@@ -127,6 +133,7 @@ PyLayerTensors tensors(const CachePtr& self, int layer) {
 nb::dict stats(PyCache& cache, bool resident) {
   const Stats s = locked(cache, [&] { return cache.cache->stats(resident); });
   nb::dict out = nb::cast<nb::dict>(from_json(to_json(s)));
+  if (!resident) nb::del(out["bytes_resident"]);  // not looked at, which 0 would not say
   out["arrays"] = to_dict(cache.arrays);
   return out;
 }
@@ -134,6 +141,7 @@ nb::dict stats(PyCache& cache, bool resident) {
 }  // namespace
 
 void bind_cache(nb::module_& m) {
+  m.def("check_cache_options", &check_cache_options, nb::arg("options"));
   nb::class_<GroupSpec>(m, "Group", "Layers that share block shape, format and window.")
       .def(
           "__init__",
@@ -284,7 +292,9 @@ void bind_cache(nb::module_& m) {
            nb::arg("out_k") = nb::none(), nb::arg("out_v") = nb::none(),
            "Decodes the rows of one sequence of a plan from position `first` on: k, v float32 [num_kv_heads, n, "
            "head_dim]. For interoperability; counted in dense_materializations.")
-      .def("stats", &stats, nb::arg("resident") = false, "Every counter, as a dict.")
+      .def("stats", &stats, nb::arg("resident") = false,
+           "Every counter, as a dict. resident: bytes_resident as well, for which the kernel is asked for every "
+           "page.")
       .def(
           "verify", [](PyCache& self) { check(locked(self, [&] { return self.cache->verify(); })); },
           "Walks every invariant; RuntimeError names the first broken one.")

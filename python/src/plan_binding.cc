@@ -3,6 +3,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <span>
@@ -27,6 +28,16 @@ std::vector<PairIn> pairs_of(nb::handle requests, const char* what) {
     out.push_back({nb::cast<PySequence>(item[0]), nb::object(item[1])});
   }
   return out;
+}
+
+// A window's pool is made for so many sequences and so long chunks: more blocks of the others are of no use to it.
+Status with_what_helps(const Status& status, const CacheOptions& options) {
+  const bool windowed = std::any_of(options.groups.begin(), options.groups.end(),
+                                    [](const GroupSpec& group) { return group.sliding_window > 0; });
+  if (status.code() != Code::kCapacity || options.dynamic || !windowed) return status;
+  return Status(status.code(), status.message() + "; the pool of a sliding window is made for max_sequences=" +
+                                   std::to_string(options.max_sequences) + ", forks included, and longest_chunk=" +
+                                   std::to_string(options.longest_chunk.n) + ": raise them, or pass dynamic=True");
 }
 
 void commit(PyPlan& plan, nb::handle accepted, bool all_or_none) {
@@ -182,7 +193,9 @@ PyPlan reserve(const CachePtr& self, nb::handle requests) {
     }
     asked.push_back(request);
   }
-  return {self, check(locked(*self, [&] { return self->cache->reserve(asked); })), false};
+  auto plan = locked(*self, [&] { return self->cache->reserve(asked); });
+  if (!plan.ok()) raise(with_what_helps(plan.status(), self->cache->options()));
+  return {self, std::move(plan).value(), false};
 }
 
 PyPlan plan_read(const CachePtr& self, nb::handle requests, int64_t num_q_heads) {

@@ -419,3 +419,24 @@ def test_numbers_of_blocks_past_32_bits_of_elements_reach_their_own_rows():  # O
         out = pagedkv.paged_attention(q, view, values, np.array([[block]], np.int32),
                                       np.array([1], np.int32))
         assert (out == block % 100).all()
+
+
+def test_a_full_window_names_what_makes_room():
+    cache = pagedkv.Cache(num_kv_heads=1, head_dim=8, kv_quant="f32", sliding_window=64, prefix_sharing=False,
+                          longest_chunk=64)
+    first = cache.start().sequence
+    rows = np.ones((64, 1, 8), np.float32)
+    for _ in range(3):
+        with cache.reserve([(first, 64)]) as plan:
+            pagedkv.append(plan, 0, rows, rows)
+    with pytest.raises(pagedkv.CapacityError, match="max_sequences=1, forks included, and longest_chunk=64: raise them"):
+        for _ in range(200):
+            with cache.reserve([(cache.fork(first), 1)]) as plan:
+                pagedkv.append(plan, 0, rows[:1], rows[:1])
+
+
+def test_resident_bytes_are_asked_for_or_left_out():
+    cache = pagedkv.PagedKVCache()
+    cache.update_without_fetch(np.ones((1, 1, 3, 8), np.float32), np.ones((1, 1, 3, 8), np.float32))
+    assert "bytes_resident" not in cache.paged_stats()
+    assert cache.paged_stats(resident=True)["bytes_resident"] > 0
