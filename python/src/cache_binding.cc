@@ -226,7 +226,7 @@ void bind_cache(nb::module_& m) {
               return self->cache->start({tokens.data(), size_t(tokens.size())},
                                         {.name_space = name_space, .reuse = reuse, .store = store});
             }));
-            return PyStarted{{self.get(), started.id}, started.reused.n, prefix_reason_name(started.reason)};
+            return PyStarted{{self->number, started.id}, started.reused.n, prefix_reason_name(started.reason)};
           },
           nb::arg("prompt") = nb::make_tuple(), nb::kw_only(), nb::arg("name_space") = "", nb::arg("reuse") = true,
           nb::arg("store") = true,
@@ -235,7 +235,7 @@ void bind_cache(nb::module_& m) {
           "fork",
           [](const CachePtr& self, const PySequence& sequence) {
             const SequenceId id = id_of(*self, sequence);
-            return PySequence{self.get(), check(locked(*self, [&] { return self->cache->fork(id); }))};
+            return PySequence{self->number, check(locked(*self, [&] { return self->cache->fork(id); }))};
           },
           nb::arg("sequence"),
           "A second sequence with the same content; blocks are shared until one of them writes.")
