@@ -22,7 +22,7 @@ enum class ElementType : uint8_t { kF32, kF16, kBF16 };
 //         faster where KV heads have several query heads. What the rounding costs: docs/numerics.md section 2a
 //   auto  what is faster for the format, the shape and this machine's kernels
 enum class QueryPath : uint8_t { kAuto, kF32, kInt8 };
-const char* query_path_name(QueryPath path);  // "auto", "f32", "int8"
+PKV_API const char* query_path_name(QueryPath path);  // "auto", "f32", "int8"
 // Errors: kInvalidArgument with the three names.
 PKV_API Result<QueryPath> parse_query_path(std::string_view word);
 

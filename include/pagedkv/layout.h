@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "pagedkv/export.h"
 #include "pagedkv/format.h"
 #include "pagedkv/units.h"
 
@@ -15,7 +16,7 @@ enum class ArenaOrder : uint8_t {
   kBlockMajor,  // a block's image (all layers of its group) is one contiguous run; rows head-major inside
   kLayerMajor,  // each layer's K is one contiguous [num_blocks, block_size, num_kv_heads, head_dim] tensor
 };
-const char* arena_order_name(ArenaOrder order);  // "block_major", "layer_major"
+PKV_API const char* arena_order_name(ArenaOrder order);  // "block_major", "layer_major"
 
 // Layers that share block shape, format and lifetime rule.
 struct GroupSpec {

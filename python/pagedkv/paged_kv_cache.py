@@ -261,10 +261,11 @@ class PagedKVCache:
                 return None
             return causal_mask(N, offset, None, self._kind) if return_array else "causal"
 
-    def paged_stats(self) -> dict:
-        """Every counter of the pool, with block_size, mode, capacity, offset and nbytes of this cache."""
+    def paged_stats(self, resident=False) -> dict:
+        """Every counter of the pool, with block_size, mode, capacity, offset and nbytes of this cache. resident: also
+        bytes_resident, for which the kernel is asked for every page."""
         with self._lock:
-            stats = self._pool.stats() if self._pool is not None else {}
+            stats = self._pool.stats(resident) if self._pool is not None else {}
             stats["fallbacks"] = {**stats.get("fallbacks", {}), **self._fallbacks}
             stats.update(block_size=self.block_size, mode=self.kv_quant_config.mode, capacity=self.capacity,
                          offset=self.offset, nbytes=self.nbytes)

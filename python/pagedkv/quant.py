@@ -18,7 +18,7 @@ class PagedKVQuantConfig:
 
     def __post_init__(self):
         if not isinstance(self.mode, str):
-            raise TypeError(f"mode is a {type(self.mode).__name__}, expected a word such as 'q8'")
+            raise TypeError(f"kv_quant is {self.mode!r}, of type {type(self.mode).__name__}, allowed are modes such as 'q8'")
         name = _core.parse_kv_quant(self.mode)
         if any(_core.is_foreign_spelling(word) for word in self.mode.split(":")):
             warnings.warn(f"{self.mode} means pagedkv's row-scaled {name} here, not ggml's groups of 32", stacklevel=3)

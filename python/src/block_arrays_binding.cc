@@ -93,6 +93,16 @@ struct TablesIn {
       from_flat(kv_indptr, kv_indices, kv_last_page_len, block_size);
     else
       from_tables(block_tables, seq_lens);
+    take_starts(cu_seqlens_q, n_tokens);
+    for (int64_t s = 0; s < view.n_sequences; ++s)
+      if (const int64_t n = int64_t(view.query_start_loc[s + 1]) - view.query_start_loc[s];
+          view.seq_lens[s] > 0 && n > view.seq_lens[s])  // of none at all, queries read zeros
+        raise(invalid_argument("sequence " + std::to_string(s) + " has " + std::to_string(n) + " queries and " +
+                               std::to_string(view.seq_lens[s]) + " keys, which include the queries' own"));
+  }
+
+ private:
+  void take_starts(nb::handle cu_seqlens_q, int64_t n_tokens) {
     if (cu_seqlens_q.is_none()) {
       if (n_tokens != view.n_sequences)
         raise(invalid_argument("query has " + std::to_string(n_tokens) + " rows, the tables " +
@@ -108,8 +118,6 @@ struct TablesIn {
                              std::to_string(n_tokens)));
     view.query_start_loc = starts->data();
   }
-
- private:
   void from_tables(nb::handle block_tables, nb::handle seq_lens) {
     if (block_tables.is_none() || seq_lens.is_none())
       raise(invalid_argument("block_tables and seq_lens go together: one is missing"));

@@ -1,6 +1,7 @@
 // A cache, its sequences and its plans as Python holds them.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -19,6 +20,7 @@ namespace pagedkv::python {
 // A cache and what Python needs beside it. Everything below `mutex` is touched with it held, and it is only ever
 // taken without the GIL: threads take turns, and none waits for the other with a lock in hand.
 struct PyCache {
+  const uint64_t number = next_number();  // no other cache of this process ever has it
   ForkSafeMutex mutex;
   std::unique_ptr<Cache> cache;
   Scratch scratch;
@@ -31,6 +33,10 @@ struct PyCache {
     if (layer < 0 || size_t(layer) >= group_of_layer.size() || group_of_layer[size_t(layer)] < 0)
       raise(invalid_argument("layer " + std::to_string(layer) + " is in no group of this cache"));
     return cache->options().groups[size_t(group_of_layer[size_t(layer)])];
+  }
+  static uint64_t next_number() {
+    static std::atomic<uint64_t> last{0};
+    return ++last;
   }
   void check_group(int group) const {
     if (group < 0 || size_t(group) >= cache->options().groups.size())
@@ -47,13 +53,13 @@ auto locked(PyCache& cache, const F& f) {
 }
 
 struct PySequence {
-  const PyCache* owner = nullptr;
+  uint64_t cache = 0;  // PyCache::number
   SequenceId id;
   bool operator==(const PySequence&) const = default;
 };
 
 inline SequenceId id_of(const PyCache& cache, const PySequence& sequence) {
-  if (sequence.owner != &cache) raise(invalid_argument("the sequence is of another cache"));
+  if (sequence.cache != cache.number) raise(invalid_argument("the sequence is of another cache"));
   return sequence.id;
 }
 
@@ -64,13 +70,15 @@ struct PyPlan {
   std::optional<StepPlan> plan;  // none: the step has ended
   bool reads_only = false;
   int64_t n_sequences, n_tokens;
+  std::vector<bool> written;  // by layer: append has come, or somebody asked for the slots to write himself
 
   PyPlan(CachePtr owner, StepPlan made, bool reads)
       : cache(std::move(owner)),
         plan(std::move(made)),
         reads_only(reads),
         n_sequences(plan->n_sequences()),
-        n_tokens(plan->n_tokens()) {}
+        n_tokens(plan->n_tokens()),
+        written(cache->group_of_layer.size(), n_tokens == 0) {}
   PyPlan(PyPlan&&) = default;
   ~PyPlan() {
     if (cache != nullptr && !reads_only) locked(*cache, [&] { plan.reset(); });

@@ -93,6 +93,12 @@ int64_t q_heads_per_kv_head(const CacheArgs& args) {
   return args.num_q_heads / heads;
 }
 
+// Types only: sizes are the cache's to judge, when it is made.
+void check_cache_options(const nb::kwargs& given) {
+  CacheArgs args;
+  read_options("Cache", given, kCacheFields, args);
+}
+
 CachePtr make_cache(nb::handle groups, const nb::kwargs& given) {
   CacheArgs args;
   read_options("Cache", given, kCacheFields, args);
@@ -138,6 +144,7 @@ PyLayerTensors tensors(const CachePtr& self, int layer) {
 nb::dict stats(PyCache& cache, bool resident) {
   const Stats s = locked(cache, [&] { return cache.cache->stats(resident); });
   nb::dict out = nb::cast<nb::dict>(from_json(to_json(s)));
+  if (!resident) nb::del(out["bytes_resident"]);  // not looked at, which 0 would not say
   out["arrays"] = to_dict(cache.arrays);
   return out;
 }
@@ -145,6 +152,7 @@ nb::dict stats(PyCache& cache, bool resident) {
 }  // namespace
 
 void bind_cache(nb::module_& m) {
+  m.def("check_cache_options", &check_cache_options, nb::arg("options"));
   nb::class_<GroupSpec>(m, "Group", "Layers that share block shape, format and window.")
       .def(
           "__init__",
@@ -228,7 +236,7 @@ void bind_cache(nb::module_& m) {
               return self->cache->start({tokens.data(), size_t(tokens.size())},
                                         {.name_space = name_space, .reuse = reuse, .store = store});
             }));
-            return PyStarted{{self.get(), started.id}, started.reused.n, prefix_reason_name(started.reason)};
+            return PyStarted{{self->number, started.id}, started.reused.n, prefix_reason_name(started.reason)};
           },
           nb::arg("prompt") = nb::make_tuple(), nb::kw_only(), nb::arg("name_space") = "", nb::arg("reuse") = true,
           nb::arg("store") = true,
@@ -237,7 +245,7 @@ void bind_cache(nb::module_& m) {
           "fork",
           [](const CachePtr& self, const PySequence& sequence) {
             const SequenceId id = id_of(*self, sequence);
-            return PySequence{self.get(), check(locked(*self, [&] { return self->cache->fork(id); }))};
+            return PySequence{self->number, check(locked(*self, [&] { return self->cache->fork(id); }))};
           },
           nb::arg("sequence"),
           "A second sequence with the same content; blocks are shared until one of them writes.")
@@ -294,7 +302,9 @@ void bind_cache(nb::module_& m) {
            nb::arg("out_k") = nb::none(), nb::arg("out_v") = nb::none(),
            "Decodes the rows of one sequence of a plan from position `first` on: k, v float32 [num_kv_heads, n, "
            "head_dim]. For interoperability; counted in dense_materializations.")
-      .def("stats", &stats, nb::arg("resident") = false, "Every counter, as a dict.")
+      .def("stats", &stats, nb::arg("resident") = false,
+           "Every counter, as a dict. resident: bytes_resident as well, for which the kernel is asked for every "
+           "page.")
       .def(
           "verify", [](PyCache& self) { check(locked(self, [&] { return self.cache->verify(); })); },
           "Walks every invariant; RuntimeError names the first broken one.")

@@ -3,6 +3,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <span>
@@ -29,6 +30,25 @@ std::vector<PairIn> pairs_of(nb::handle requests, const char* what) {
   return out;
 }
 
+// A window's pool is made for so many sequences and so long chunks: more blocks of the others are of no use to it.
+Status with_what_helps(const Status& status, const CacheOptions& options) {
+  const bool windowed = std::any_of(options.groups.begin(), options.groups.end(),
+                                    [](const GroupSpec& group) { return group.sliding_window > 0; });
+  if (status.code() != Code::kCapacity || options.dynamic || !windowed) return status;
+  return Status(status.code(), status.message() + "; the pool of a sliding window is made for max_sequences=" +
+                                   std::to_string(options.max_sequences) + ", forks included, and longest_chunk=" +
+                                   std::to_string(options.longest_chunk.n) + ": raise them, or pass dynamic=True");
+}
+
+// What a layer's slots held before would become the sequences' own. Requires: the lock.
+Status check_written(const PyPlan& plan) {
+  for (size_t layer = 0; layer < plan.written.size(); ++layer)
+    if (!plan.written[layer] && plan.cache->group_of_layer[layer] >= 0)
+      return invalid_argument("layer " + std::to_string(layer) +
+                              " got no rows in this step: append them, or abandon the step");
+  return Status();
+}
+
 void commit(PyPlan& plan, nb::handle accepted, bool all_or_none) {
   if (plan.reads_only) raise(invalid_argument("the plan only reads: there is nothing to commit"));
   std::vector<Tokens> counts;
@@ -39,6 +59,8 @@ void commit(PyPlan& plan, nb::handle accepted, bool all_or_none) {
   }
   Result<std::vector<Status>> statuses = locked(*plan.cache, [&]() -> Result<std::vector<Status>> {
     if (Status status = plan.usable(); !status.ok()) return status;
+    const bool grows = std::any_of(counts.begin(), counts.end(), [](Tokens count) { return count.n > 0; });
+    if (Status status = check_written(plan); (counts.empty() || grows) && !status.ok()) return status;
     if (all_or_none) {
       auto faults = plan.cache->cache->faults(*plan.plan);
       if (!faults.ok()) return faults;
@@ -91,7 +113,11 @@ nb::object block_tables(PyPlan& plan, int group) {
 
 nb::object slot_mapping(PyPlan& plan, int group) {
   plan.cache->check_group(group);
-  return ints<int64_t>(plan, {}, [&](const StepPlan& step) { return step.group(group).slot_mapping; });
+  const auto& layers = plan.cache->cache->options().groups[size_t(group)].layers;
+  return ints<int64_t>(plan, {}, [&](const StepPlan& step) {
+    for (const int layer : layers) plan.written[size_t(layer)] = true;
+    return step.group(group).slot_mapping;
+  });
 }
 
 // --- append and attend ---------------------------------------------------------------------------------------
@@ -106,9 +132,11 @@ void append(PyPlan& plan, int layer, nb::handle k, nb::handle v) {
   check(locked(cache, [&]() -> Status {
     if (Status status = plan.usable(); !status.ok() || n == 0) return status;
     const int parts = parts_for(work);
-    return run_parts(parts, [&](int part) {
+    Status status = run_parts(parts, [&](int part) {
       return cache.cache->append(*plan.plan, layer, keys.rows(), values.rows(), {part, parts});
     });
+    if (status.ok()) plan.written[size_t(layer)] = true;
+    return status;
   }));
 }
 
@@ -185,7 +213,9 @@ PyPlan reserve(const CachePtr& self, nb::handle requests) {
     }
     asked.push_back(request);
   }
-  return {self, check(locked(*self, [&] { return self->cache->reserve(asked); })), false};
+  auto plan = locked(*self, [&] { return self->cache->reserve(asked); });
+  if (!plan.ok()) raise(with_what_helps(plan.status(), self->cache->options()));
+  return {self, std::move(plan).value(), false};
 }
 
 PyPlan plan_read(const CachePtr& self, nb::handle requests) {
@@ -287,6 +317,7 @@ void bind_plans(nb::module_& m) {
       "when an exception leaves the block.")
       .def("commit", &commit, nb::arg("accepted") = nb::none(), nb::kw_only(), nb::arg("all_or_none") = false,
            "Ends the step: each sequence grows by its accepted tokens (default: all).\n\n"
+           "Every layer must have got its rows, by append, or by whoever asked for slot_mapping: ValueError.\n"
            "Errors: NotFiniteError, StaleError for the first sequence that was rejected; the others are committed, "
            "unless\n"
            "all_or_none: then NaN or infinity in one abandons the step for all.")
@@ -296,10 +327,10 @@ void bind_plans(nb::module_& m) {
           "__exit__",
           [](PyPlan& plan, nb::handle type, nb::handle, nb::handle) {
             if (plan.reads_only || !locked(*plan.cache, [&] { return plan.plan.has_value(); })) return;
-            if (type.is_none())
-              commit(plan, nb::none(), false);
-            else
-              abandon(plan);
+            const Status written = locked(*plan.cache, [&] { return check_written(plan); });
+            if (type.is_none() && written.ok()) return commit(plan, nb::none(), false);
+            abandon(plan);
+            if (type.is_none()) check(written);
           },
           nb::arg("type").none(), nb::arg("value").none(), nb::arg("traceback").none())
       .def_ro("n_sequences", &PyPlan::n_sequences)
@@ -326,7 +357,8 @@ void bind_plans(nb::module_& m) {
       .def("block_tables", &block_tables, nb::arg("group") = 0,
            "int32 [n_sequences, max_blocks], -1 where nothing is held.")
       .def("slot_mapping", &slot_mapping, nb::arg("group") = 0,
-           "int64 [n_tokens], the slot of each new token; empty for a plan that only reads.");
+           "int64 [n_tokens], the slot of each new token, for those who write rows themselves; empty for a plan "
+           "that only reads.");
 
   m.def("append", &append, nb::arg("plan"), nb::arg("layer"), nb::arg("k").none(), nb::arg("v").none(),
         "Writes a step's new rows of one layer into their slots, quantizing if the group does.\n\n"

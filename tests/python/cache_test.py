@@ -419,3 +419,67 @@ def test_numbers_of_blocks_past_32_bits_of_elements_reach_their_own_rows():  # O
         out = pagedkv.paged_attention(q, view, values, np.array([[block]], np.int32),
                                       np.array([1], np.int32))
         assert (out == block % 100).all()
+
+
+def test_a_full_window_names_what_makes_room():
+    cache = pagedkv.Cache(num_kv_heads=1, head_dim=8, kv_quant="f32", sliding_window=64, prefix_sharing=False,
+                          longest_chunk=64)
+    first = cache.start().sequence
+    rows = np.ones((64, 1, 8), np.float32)
+    for _ in range(3):
+        with cache.reserve([(first, 64)]) as plan:
+            pagedkv.append(plan, 0, rows, rows)
+    with pytest.raises(pagedkv.CapacityError, match="max_sequences=1, forks included, and longest_chunk=64: raise them"):
+        for _ in range(200):
+            with cache.reserve([(cache.fork(first), 1)]) as plan:
+                pagedkv.append(plan, 0, rows[:1], rows[:1])
+
+
+def test_resident_bytes_are_asked_for_or_left_out():
+    cache = pagedkv.PagedKVCache()
+    cache.update_without_fetch(np.ones((1, 1, 3, 8), np.float32), np.ones((1, 1, 3, 8), np.float32))
+    assert "bytes_resident" not in cache.paged_stats()
+    assert cache.paged_stats(resident=True)["bytes_resident"] > 0
+
+
+def test_a_step_whose_layer_got_no_rows_is_not_committed():
+    cache = pagedkv.Cache(num_layers=2, num_kv_heads=1, head_dim=8, kv_quant="f32", num_blocks=8)
+    old = cache.start().sequence
+    step(cache, [(old, list(range(16)))], layers=2, kv_heads=1, d=8)
+    cache.release(old)
+    new = cache.start().sequence
+    plan = cache.reserve([(new, list(range(100, 116)))])
+    pagedkv.append(plan, 0, rows(16, 1, 8), rows(16, 1, 8))
+    with pytest.raises(ValueError, match="layer 1 got no rows in this step: append them, or abandon the step"):
+        plan.commit()
+    assert plan.open
+    plan.commit([0])  # nothing is kept, nothing is missing
+    with pytest.raises(ValueError, match="layer 0 got no rows"):
+        with cache.reserve([(new, 3)]) as plan:
+            pass
+    assert not plan.open and cache.length(new) == 0
+    assert cache.start(list(range(100, 116)) + [1]).reused == 0
+    cache.verify()
+
+
+def test_who_asks_for_slots_writes_them():
+    cache = pagedkv.Cache(num_layers=1, num_kv_heads=1, head_dim=8, kv_quant="f32", num_blocks=8)
+    s, k = cache.start().sequence, rows(5, 1, 8)
+    tensors = cache.tensors(0)
+    with cache.reserve([(s, 5)]) as plan:
+        pagedkv.reshape_and_cache(k, k, np.from_dlpack(tensors.k), np.from_dlpack(tensors.v), plan.slot_mapping())
+    np.testing.assert_array_equal(cache.read_dense(cache.plan_read([(s, 1)]), 0, 0)[0][0], k[:, 0])
+
+
+def test_a_handle_of_a_dead_cache_is_of_no_other():
+    def make():
+        return pagedkv.Cache(num_kv_heads=1, head_dim=8, num_blocks=2)
+
+    for _ in range(20):
+        cache = make()
+        sequence = cache.start().sequence
+        del cache
+        other = make()  # often at the same address
+        other.start()
+        with pytest.raises(ValueError, match="of another cache"):
+            other.length(sequence)

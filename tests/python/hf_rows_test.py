@@ -4,6 +4,7 @@ import copy
 
 import pytest
 from hf_models import (
+    WINDOW,
     dynamic, expect_refused, forward, left_padded, llama, logits, mistral, models, paged, pytestmark, say, tokens,
     torch,
 )
@@ -83,10 +84,54 @@ def test_no_room_is_an_error_and_leaves_what_was(llama):
     cache.verify()
 
 
-def test_a_cache_grows_where_it_may(llama):
-    cache = paged(llama, num_blocks=2, dynamic=True)
+def test_a_cache_grows_unless_it_may_not(llama, monkeypatch):
+    cache = paged(llama, num_blocks=2)
     ids = tokens(2, 40)
     assert torch.allclose(logits(llama, hf.NAME, cache, ids), logits(llama, "sdpa", dynamic(llama), ids), atol=1e-3)
+    monkeypatch.setenv("PAGEDKV_DYNAMIC", "0")
+    expect_refused(llama, "need", ids, paged(llama, num_blocks=2), error=pagedkv.CapacityError)
+
+
+def test_rows_that_fork_behind_a_window_find_room(mistral):
+    cache = paged(mistral)
+    forward(mistral, tokens(1, 3 * WINDOW), cache)
+    cache.batch_repeat_interleave(8)
+    for i in range(40):
+        forward(mistral, tokens(8, 1, seed=i), cache)
+    cache.verify()
+
+
+def test_without_growth_a_window_says_what_makes_room(mistral):
+    cache = paged(mistral, dynamic=False)
+    forward(mistral, tokens(1, 3 * WINDOW), cache)
+    cache.batch_repeat_interleave(300)
+    with pytest.raises(pagedkv.CapacityError, match="max_sequences=1, forks included, and longest_chunk=512: raise"):
+        for i in range(40):
+            forward(mistral, tokens(300, 1, seed=i), cache)
+
+
+def test_max_cache_len_is_the_longest_row(llama):
+    cache = paged(llama, max_cache_len=12)
+    assert cache.get_max_length() == 12
+    forward(llama, tokens(1, 12), cache)
+    expect_refused(llama, "pass the context of 12 tokens", tokens(1, 1), cache)
+
+
+def test_resident_bytes_are_asked_for_or_left_out(llama):
+    cache = paged(llama)
+    forward(llama, tokens(1, 12), cache)
+    assert "bytes_resident" not in cache.stats() and cache.stats(resident=True)["bytes_resident"] > 0
+
+
+@pytest.mark.parametrize("options, text", [
+    (dict(dynamic="no"), "dynamic is 'no', of type str, allowed are True and False"),
+    (dict(block_size=16.0), "block_size is 16.0, of type float, allowed are integers"),
+    (dict(kv_quant=8), "kv_quant is 8, of type int, allowed are modes"),
+    (dict(max_cache_len="8"), "max_context is '8', of type str, allowed are integers"),
+])
+def test_an_option_of_a_wrong_type_is_refused_at_once(llama, options, text):
+    with pytest.raises(TypeError, match=text):
+        paged(llama, **options)
 
 
 # --- taking back, moving rows --------------------------------------------------------------------------------------

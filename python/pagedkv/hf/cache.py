@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 
 import pagedkv
 
-from .._core import kv_quant_from_env
+from .. import _core
 from . import saved
 from .layer import NoLayer, PagedLayer
 from .packed import NAME, PackedRows
@@ -27,12 +27,12 @@ class PagedCache(Cache):
                    f16. None: PAGEDKV_QUANT if set to a quantized mode, else the model's own type
       fingerprint  what else makes K and V differ, for load(): see fingerprint(model)
       options      of pagedkv.Cache: block_size, num_blocks, dynamic, kv_memory, max_context, longest_chunk,
-                   max_sequences, query_path, isa. max_sequences defaults to the rows of the first forward of a
+                   max_sequences, query_path, isa; max_cache_len is max_context. max_sequences defaults to the rows of the first forward of a
                    batch, longest_chunk to its columns, at least 512
 
-    Blocks are created in the first forward, when the batch is known. Memory follows pagedkv.Cache: num_blocks (1024)
-    of block_size (16) tokens for all rows together, more only with dynamic=True or PAGEDKV_DYNAMIC. Sliding layers
-    have a pool of their own, for max_sequences rows and chunks of longest_chunk columns.
+    Blocks are created in the first forward, when the batch is known: num_blocks (1024) of block_size (16) tokens for
+    all rows together, and more on demand, up to kv_memory bytes. With dynamic=False that is all, and sliding layers
+    have a pool of their own, for max_sequences rows (forks included) and chunks of longest_chunk columns.
 
     A forward is stored whole or not at all. One that an exception cuts short is abandoned: its columns do not count,
     and the next forward says so in a RuntimeWarning if it had stored any. NaN or infinity in K or V raises
@@ -43,21 +43,24 @@ class PagedCache(Cache):
     Threads: one at a time, as any Cache.
     """
 
-    def __init__(self, config, kv_quant=None, *, fingerprint="", **options):
+    def __init__(self, config, kv_quant=None, *, fingerprint="", max_cache_len=None, **options):
+        if max_cache_len is not None:
+            options["max_context"] = max_cache_len
         unknown = set(options) - set(_OPTIONS)
         if unknown:
             raise ValueError(f"[PagedCache] unknown options {sorted(unknown)}; there are {', '.join(_OPTIONS)}")
+        _core.check_cache_options(**options)
         self._shapes, self._attending = shapes_of(config)
         self._config = config.get_text_config(decoder=True)
         self._stores_latents = stores_latents(self._config)
         self._identity = identity_of(config, self._shapes)
         if kv_quant is None:
-            from_environment = kv_quant_from_env()
+            from_environment = _core.kv_quant_from_env()
             self._kv_quant = None if from_environment == "f16" else from_environment
         else:
             self._kv_quant = mode_of(kv_quant)
         self._fingerprint = fingerprint
-        self._options = options
+        self._options = {"dynamic": _core.dynamic_from_env(True)} | options
         self._core = None  # pagedkv.Cache, made when the batch is known
         self._group_of = {}  # layer -> group of the core
         self._sized_for = (0, 0)  # rows, columns at once
@@ -96,9 +99,10 @@ class PagedCache(Cache):
         """How K and V are stored; None while that waits for the first forward."""
         return self._kv_quant
 
-    def stats(self):
-        """Every counter of the blocks, as a dict; empty before the first forward. Forks share the counters."""
-        return {} if self._core is None else self._core.stats()
+    def stats(self, resident=False):
+        """Every counter of the blocks, as a dict; empty before the first forward. Forks share the counters. resident:
+        also bytes_resident, for which the kernel is asked for every page."""
+        return {} if self._core is None else self._core.stats(resident)
 
     def verify(self):
         """Walks every invariant of the blocks, and that rows are as long as they should be. RuntimeError if not."""

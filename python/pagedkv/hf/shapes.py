@@ -58,7 +58,7 @@ def shapes_of(config):
 
 def mode_of(kv_quant):
     """A word, or a PagedKVQuantConfig, as the mode's own name: "q8", "f32", "q8:q4"."""
-    config = PagedKVQuantConfig(kv_quant) if isinstance(kv_quant, str) else kv_quant
+    config = PagedKVQuantConfig(kv_quant) if not hasattr(kv_quant, "mode") else kv_quant
     return parse_kv_quant(config.mode)
 
 

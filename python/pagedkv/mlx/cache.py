@@ -389,5 +389,7 @@ class PagedPromptCache(PagedKVCache):
             # Positions that the window has left behind are never read: their slots stay as they are.
             for start in range(0, offset - n, _SKIPPED_AT_ONCE):
                 skipped = min(_SKIPPED_AT_ONCE, offset - n - start)
-                self._pool.reserve([(sequence, skipped) for sequence in self._sequences]).commit()
+                plan = self._pool.reserve([(sequence, skipped) for sequence in self._sequences])
+                plan.slot_mapping()  # they are ours to leave
+                plan.commit()
         self.update_without_fetch(keys, values)
