@@ -40,6 +40,40 @@ int64_t layers_with_tensors(const GgufFile& file) {
   return n;
 }
 
+// The vocabulary is as large as the embedding has rows; the token list must agree.
+Result<int64_t> read_vocab_size(const GgufFile& file) {
+  const GgufTensor* embedding = file.tensor("token_embd.weight");
+  if (!embedding) return corrupt("tensor 'token_embd.weight' is missing");
+  const int64_t vocab_size = embedding->ne[1];
+  const GgufValue* tokens = file.find("tokenizer.ggml.tokens");
+  if (!tokens) return corrupt("key 'tokenizer.ggml.tokens' is missing: the file has no vocabulary");
+  if (tokens->type != GgufType::kArray || tokens->element_type != GgufType::kString ||
+      tokens->count != vocab_size) {
+    return corrupt("key 'tokenizer.ggml.tokens' must be an array of " + std::to_string(vocab_size) +
+                   " strings, one for each row of tensor 'token_embd.weight', but is " +
+                   (tokens->type == GgufType::kArray
+                        ? std::to_string(tokens->count) + " of type " + gguf_type_name(tokens->element_type)
+                        : "of type " + std::string(gguf_type_name(tokens->type))));
+  }
+  if (vocab_size > std::numeric_limits<int32_t>::max()) {
+    return corrupt("tensor 'token_embd.weight' has " + std::to_string(vocab_size) +
+                   " rows, token ids have 31 bits");
+  }
+  return vocab_size;
+}
+
+Status refuse_arrays_of_heads(const GgufFile& file, const std::string& prefix) {
+  const GgufValue* heads = file.find(prefix + ".attention.head_count");
+  const GgufValue* kv_heads = file.find(prefix + ".attention.head_count_kv");
+  for (const GgufValue* value : {heads, kv_heads}) {
+    if (value && value->type == GgufType::kArray) {
+      return unsupported("key '" + prefix + ".attention.head_count" + (value == heads ? "" : "_kv") +
+                         "' differs by layer (an array); only one count for all layers is supported");
+    }
+  }
+  return Status();
+}
+
 }  // namespace
 
 // --- the list -------------------------------------------------------------------------------------------------
@@ -115,15 +149,7 @@ Result<HyperParameters> read_common(const GgufFile& file, std::string_view archi
   };
   const std::string prefix(architecture);
 
-  const GgufValue* heads = file.find(prefix + ".attention.head_count");
-  const GgufValue* kv_heads = file.find(prefix + ".attention.head_count_kv");
-  for (const GgufValue* value : {heads, kv_heads}) {
-    if (value && value->type == GgufType::kArray) {
-      return unsupported("key '" + prefix + ".attention.head_count" + (value == heads ? "" : "_kv") +
-                         "' differs by layer (an array); only one count for all layers is supported");
-    }
-  }
-
+  if (Status status = refuse_arrays_of_heads(file, prefix); !status.ok()) return status;
   h.context_length = integer({.name = "context_length", .most = kMaxContext});
   h.n_embd = integer({.name = "embedding_length", .most = kMaxWidth});
   h.n_layers = integer({.name = "block_count", .most = kMaxLayers});
@@ -169,24 +195,9 @@ Result<HyperParameters> read_common(const GgufFile& file, std::string_view archi
     return unsupported("an embedding model (key '" + prefix + ".attention.causal' is false)");
   if (Status s = refuse_above(file, prefix + ".expert_count", 0, "a mixture of experts"); !s.ok()) return s;
 
-  // The vocabulary is as large as the embedding has rows; the token list must agree.
-  const GgufTensor* embedding = file.tensor("token_embd.weight");
-  if (!embedding) return corrupt("tensor 'token_embd.weight' is missing");
-  h.vocab_size = embedding->ne[1];
-  const GgufValue* tokens = file.find("tokenizer.ggml.tokens");
-  if (!tokens) return corrupt("key 'tokenizer.ggml.tokens' is missing: the file has no vocabulary");
-  if (tokens->type != GgufType::kArray || tokens->element_type != GgufType::kString ||
-      tokens->count != h.vocab_size) {
-    return corrupt("key 'tokenizer.ggml.tokens' must be an array of " + std::to_string(h.vocab_size) +
-                   " strings, one for each row of tensor 'token_embd.weight', but is " +
-                   (tokens->type == GgufType::kArray
-                        ? std::to_string(tokens->count) + " of type " + gguf_type_name(tokens->element_type)
-                        : "of type " + std::string(gguf_type_name(tokens->type))));
-  }
-  if (h.vocab_size > std::numeric_limits<int32_t>::max()) {
-    return corrupt("tensor 'token_embd.weight' has " + std::to_string(h.vocab_size) +
-                   " rows, token ids have 31 bits");
-  }
+  auto vocab_size = read_vocab_size(file);
+  if (!vocab_size.ok()) return vocab_size.status();
+  h.vocab_size = *vocab_size;
   h.attention_scale = 1.0f / std::sqrt(static_cast<float>(h.head_dim_k));
   h.windows.assign(static_cast<size_t>(h.n_layers), 0);
   return h;

@@ -78,6 +78,44 @@ class Sequence {
   Result<Started> started_;
 };
 
+// What the scored tokens add up to.
+class Scores {
+ public:
+  // `reference`: the same row with the reference's formats; empty: there is none.
+  void add(std::span<const float> row, std::span<const float> reference, size_t next) {
+    const RowSummary summary = summarize(row);
+    loss_ += summary.log_sum - static_cast<double>(row[next]);
+    ++n_;
+    if (reference.empty()) return;
+    const RowSummary of_reference = summarize(reference);
+    reference_loss_ += of_reference.log_sum - static_cast<double>(reference[next]);
+    divergences_.push_back(divergence(reference, of_reference, row, summary));
+    same_ += summary.best == of_reference.best;
+  }
+
+  Status fill(FidelityResult& result) {
+    if (!std::isfinite(loss_) || !std::isfinite(reference_loss_))
+      return Status(Code::kNotFinite, "[fidelity] the model's logits are not finite");
+    const auto n = static_cast<double>(n_);
+    result.tokens_scored = n_;
+    result.ppl = std::exp(loss_ / n);
+    if (divergences_.empty()) return Status();
+    std::sort(divergences_.begin(), divergences_.end());
+    double sum = 0;
+    for (const double d : divergences_) sum += d;
+    result.reference = {.ppl = std::exp(reference_loss_ / n),
+                        .kld_mean = sum / n,
+                        .kld_p999 = divergences_[static_cast<size_t>(0.999 * n)],
+                        .top1 = 100 * static_cast<double>(same_) / n};
+    return Status();
+  }
+
+ private:
+  double loss_ = 0, reference_loss_ = 0;
+  int64_t n_ = 0, same_ = 0;
+  std::vector<double> divergences_;
+};
+
 }  // namespace
 
 Result<FidelityResult> Engine::fidelity(const FidelityRequest& request) {
@@ -101,9 +139,7 @@ Result<FidelityResult> Engine::fidelity(const FidelityRequest& request) {
   const int64_t n_chunk = request.chunk.n, first_scored = n_chunk / 2;
   FidelityResult result;
   result.chunks = request.max_chunks > 0 ? request.max_chunks : std::ssize(request.tokens) / n_chunk;
-  double loss = 0, reference_loss = 0;
-  int64_t same = 0;
-  std::vector<double> divergences;
+  Scores scores;
   std::vector<float> reference_logits;
   for (int64_t c = 0; c < result.chunks; ++c) {
     const auto text = request.tokens.subspan(static_cast<size_t>(c * n_chunk), static_cast<size_t>(n_chunk));
@@ -136,16 +172,10 @@ Result<FidelityResult> Engine::fidelity(const FidelityRequest& request) {
       for (int64_t i = 0; scored && i < n; ++i) {
         const auto next = static_cast<size_t>(tokens[static_cast<size_t>(at + i + 1)]);
         const auto row = out->logits.subspan(static_cast<size_t>(i) * vocab, vocab);
-        const RowSummary summary = summarize(row);
-        loss += summary.log_sum - static_cast<double>(row[next]);
-        ++result.tokens_scored;
-        if (!theirs) continue;
         const auto reference =
-            std::span<const float>(reference_logits).subspan(static_cast<size_t>(i) * vocab, vocab);
-        const RowSummary of_reference = summarize(reference);
-        reference_loss += of_reference.log_sum - static_cast<double>(reference[next]);
-        divergences.push_back(divergence(reference, of_reference, row, summary));
-        same += summary.best == of_reference.best;
+            theirs ? std::span<const float>(reference_logits).subspan(static_cast<size_t>(i) * vocab, vocab)
+                   : std::span<const float>();
+        scores.add(row, reference, next);
       }
       at += n;
       if (request.progress)
@@ -153,19 +183,7 @@ Result<FidelityResult> Engine::fidelity(const FidelityRequest& request) {
                          static_cast<double>(result.chunks));
     }
   }
-  if (!std::isfinite(loss) || !std::isfinite(reference_loss))
-    return Status(Code::kNotFinite, "[fidelity] the model's logits are not finite");
-  const auto n_scored = static_cast<double>(result.tokens_scored);
-  result.ppl = std::exp(loss / n_scored);
-  if (request.reference) {
-    std::sort(divergences.begin(), divergences.end());
-    double sum = 0;
-    for (const double d : divergences) sum += d;
-    result.reference = {.ppl = std::exp(reference_loss / n_scored),
-                        .kld_mean = sum / n_scored,
-                        .kld_p999 = divergences[static_cast<size_t>(0.999 * n_scored)],
-                        .top1 = 100 * static_cast<double>(same) / n_scored};
-  }
+  if (Status status = scores.fill(result); !status.ok()) return status;
   return result;
 }
 

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -114,6 +115,10 @@ class CacheCore {
     PrefixReason reason = PrefixReason::kNew;
   };
 
+  using Problem = std::function<void(const std::string&)>;
+  void verify_tables(const Problem& problem) const;
+  void verify_sequences(const Problem& problem) const;
+  void verify_index(const Problem& problem) const;
   Result<Sequence*> find(SequenceId id);
   Result<const Sequence*> find(SequenceId id) const;
   SequenceId new_sequence();

@@ -10,12 +10,18 @@ namespace pagedkv {
 
 Status CacheCore::verify() const {
   std::string first;
-  const auto problem = [&](const std::string& text) {
+  const Problem problem = [&](const std::string& text) {
     if (first.empty()) first = text;
   };
-  const int64_t block_size = options_.block_size;
+  verify_tables(problem);
+  verify_sequences(problem);
+  verify_index(problem);
+  return first.empty() ? Status() : Status(Code::kInternal, "[verify] " + first);
+}
 
-  std::map<uint32_t, uint32_t> pins;
+// Tables and pools: every block is held as often as tables name it, and carries the key that the index has.
+void CacheCore::verify_tables(const Problem& problem) const {
+  const int64_t block_size = options_.block_size;
   for (int g = 0; g < n_groups(); ++g) {
     const BlockPool& pool = *pools_[size_t(g)];
     std::vector<uint32_t> holders(size_t(pool.end_id()));
@@ -44,10 +50,13 @@ Status CacheCore::verify() const {
         problem(str("group ", g, ": block ", id, " carries a key that the index has elsewhere"));
     }
   }
+}
 
+// Sequences and the entries that they stand on.
+void CacheCore::verify_sequences(const Problem& problem) const {
+  const int64_t block_size = options_.block_size;
   for (const Sequence& s : sequences_) {
     if (!s.live) continue;
-    if (s.node != PrefixIndex::kNone) ++pins[s.node];
     if (s.step == 0 && int64_t(s.tokens.size()) > s.length) problem("more token ids than tokens");
     uint32_t node = s.node;
     for (int64_t i = s.node_blocks; i > 0 && node != PrefixIndex::kNone; --i, node = index_.parent(node)) {
@@ -59,8 +68,13 @@ Status CacheCore::verify() const {
         problem("an open entry is not below its sequence's node");
     }
   }
+}
 
-  std::map<uint32_t, uint32_t> children;
+// Entries, their blocks, and how often each is referred to.
+void CacheCore::verify_index(const Problem& problem) const {
+  std::map<uint32_t, uint32_t> pins, children;
+  for (const Sequence& s : sequences_)
+    if (s.live && s.node != PrefixIndex::kNone) ++pins[s.node];
   size_t keys = 0;
   for (uint32_t entry = 0; entry < index_.end_entry(); ++entry) {
     const auto kind = index_.kind(entry);
@@ -89,7 +103,6 @@ Status CacheCore::verify() const {
     if (index_.refs(entry) != count(pins) + count(children))
       problem("an entry's references differ from who uses it");
   }
-  return first.empty() ? Status() : Status(Code::kInternal, "[verify] " + first);
 }
 
 }  // namespace pagedkv

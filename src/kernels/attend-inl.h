@@ -354,6 +354,7 @@ class Attention {
   }
 
   // acc = acc * alpha + weights . v for the same rows.
+  // Inlined: what it gets are registers, not memory. NOLINTNEXTLINE(readability-function-size)
   void add_values(const Tile& tile, const Tile* ahead, bool direct, int64_t row, int n, int end, const float* s,
                   const WeightCodes& weights, const float* alpha) {
     const TileRows packed{tile.v, ahead == nullptr ? nullptr : ahead->v, v_bytes_, v_adjacent_};
@@ -408,6 +409,7 @@ class Attention {
   // Scores to weights: s becomes p times V's scale in [0, end), 0 for what row i does not see, outside
   // [lo[i], hi[i]). alpha is the factor of what each row has summed before. Weights as codes, too, if asked.
   template <bool kCodes, bool kWhole>
+  // Inlined: what it gets are registers, not memory. NOLINTNEXTLINE(readability-function-size)
   void weigh_rows(const Tile& tile, int n_rows, const int* lo, const int* hi, int end, float* s, RowState* states,
                   float* alpha, const WeightCodes& weights) {
     const bool k_scaled = has_scales(k_.format), v_scaled = has_scales(v_.format);
@@ -488,6 +490,7 @@ class Attention {
   }
 
   template <bool kCodes>
+  // Inlined: what it gets are registers, not memory. NOLINTNEXTLINE(readability-function-size)
   void weigh(const Tile& tile, int n_rows, const int* lo, const int* hi, int end, float* s, RowState* states,
              float* alpha, const WeightCodes& weights) {
     bool whole = tile.missing == 0;

@@ -286,6 +286,7 @@ struct Fetch {
 
 // Vectors [kFirst, kFirst + kVecsTogether) of a unit's channels, of rows that hold the unit at `offset`.
 template <class Codec, int R, int kFirst>
+// Inlined: what it gets are registers, not memory. NOLINTNEXTLINE(readability-function-size)
 PKV_INLINE void add_part(const uint8_t* const* rows, int64_t offset,
                          Fetch<Codec, 8 / kVecsTogether<Codec, R>>& fetch, const WeightCodes& w,
                          const int32_t* less, const float* alpha, int end, float* acc, int64_t acc_stride) {
@@ -311,6 +312,7 @@ PKV_INLINE void add_part(const uint8_t* const* rows, int64_t offset,
   close_sums<Codec::kPlanes, R, kVecs>(sums, less, w.scale, alpha, acc + kFirst * kLanes, acc_stride);
 }
 template <class Codec, int R>
+// Inlined: what it gets are registers, not memory. NOLINTNEXTLINE(readability-function-size)
 PKV_INLINE void add_unit(const uint8_t* const* rows, int64_t offset,
                          Fetch<Codec, 8 / kVecsTogether<Codec, R>>& fetch, const WeightCodes& w,
                          const int32_t* less, const float* alpha, int end, float* acc, int64_t acc_stride) {

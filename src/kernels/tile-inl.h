@@ -275,6 +275,7 @@ void dot_rows(const TileRows& k, const float* q, int64_t q_stride, int end, floa
 
 // acc[r] = acc[r] * alpha[r] + sum over tokens [0, end) of p[r][t] * v[t], for U units of the row at `offset`.
 template <class Codec, int R, int U, bool kTail>
+// Inlined: what it gets are registers, not memory. NOLINTNEXTLINE(readability-function-size)
 PKV_INLINE void add_panel(const TileRows& v, RowFetch& fetch, const float* p, const float* alpha, int end,
                           int64_t offset, int n_tail, float* acc, int64_t acc_stride) {
   constexpr int kVecs = U * Codec::kVecs;
