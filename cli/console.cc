@@ -85,7 +85,7 @@ std::string with_commas(int64_t n) {
 std::string human_bytes(int64_t n) {
   constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB"};
   if (n < 1024) return std::to_string(n) + " bytes";
-  double value = static_cast<double>(n) / 1024;
+  double value = double(n) / 1024;
   size_t unit = 0;
   while (value >= 1024 && unit + 1 < std::size(kUnits)) value /= 1024, ++unit;
   return fmt::format("{:.1f} {}", value, kUnits[unit]);
@@ -94,7 +94,7 @@ std::string human_bytes(int64_t n) {
 ProgressBar::ProgressBar(std::string what) : what_(std::move(what)), enabled_(is_terminal(stderr)) {}
 
 void ProgressBar::show(double fraction, const std::string& note) {
-  const int percent = static_cast<int>(std::clamp(fraction, 0.0, 1.0) * 100);
+  const int percent = int(std::clamp(fraction, 0.0, 1.0) * 100);
   if (!enabled_ || (percent == shown_percent_ && note.empty())) return;
   shown_percent_ = percent;
   constexpr int kCells = 30;

@@ -47,7 +47,7 @@ Status check_utf8(const std::string& what, const std::string& name, const std::s
   const int64_t at = engine::find_invalid_utf8(text);
   if (at < 0) return Status();
   return invalid_argument(fmt::format("[{}] {} is not valid UTF-8: byte {} of {} is 0x{:02x}", what, name, at,
-                                      text.size(), static_cast<unsigned char>(text[static_cast<size_t>(at)])));
+                                      text.size(), static_cast<unsigned char>(text[size_t(at)])));
 }
 
 }  // namespace pagedkv::cli

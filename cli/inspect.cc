@@ -44,7 +44,7 @@ Result<FormatFigures> figures(const engine::ModelInfo& model, Format format, con
       out.usable = check_head_dim(format, head_dim);
       if (!out.usable.ok()) return out;
     }
-    const auto n_layers = static_cast<int64_t>(group.layers.size());
+    const auto n_layers = int64_t(group.layers.size());
     const int64_t bytes = bytes_per_token(group.shape).n * n_layers;
     out.bytes_per_token += bytes;
     if (group.sliding_window == 0) out.bytes_past_window += bytes;
@@ -53,15 +53,14 @@ Result<FormatFigures> figures(const engine::ModelInfo& model, Format format, con
   if (!cache.ok()) return cache.status();
   int64_t image_bytes = 0;
   for (size_t g = 0; g < model.groups.size(); ++g) {
-    const int64_t image = (*cache)->image_bytes(static_cast<int>(g)).n;
+    const int64_t image = (*cache)->image_bytes(int(g)).n;
     image_bytes += image;
     const int64_t window = model.groups[g].sliding_window;
     int64_t blocks = blocks_for(context, options.block_size).n;
     if (window > 0) blocks = std::min(blocks, blocks_for(Tokens(window), options.block_size).n + 1);
     out.context_bytes += blocks * image;
   }
-  out.padding_per_token = static_cast<double>(image_bytes) / static_cast<double>(options.block_size.n) -
-                          static_cast<double>(out.bytes_per_token);
+  out.padding_per_token = double(image_bytes) / double(options.block_size.n) - double(out.bytes_per_token);
   out.tokens_in_memory = (*cache)->capacity().n;
   return out;
 }

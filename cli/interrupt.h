@@ -15,7 +15,7 @@ class Interrupt {
   explicit Interrupt(Second second) {
     struct sigaction action {};
     action.sa_handler = [](int) { interrupted = 1; };
-    action.sa_flags = second == Second::kKills ? static_cast<int>(SA_RESETHAND) : 0;
+    action.sa_flags = second == Second::kKills ? int(SA_RESETHAND) : 0;
     sigaction(SIGINT, &action, &before_);
   }
   ~Interrupt() { sigaction(SIGINT, &before_, nullptr); }

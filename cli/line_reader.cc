@@ -68,7 +68,7 @@ LineReader::End LineReader::read(std::string& line) {
       el_reset(terminal_->edit);
       return End::kCancelled;
     }
-    line.assign(typed, static_cast<size_t>(n));
+    line.assign(typed, size_t(n));
     if (line.ends_with('\n')) line.pop_back();
     if (line.find_first_not_of(" \t") != std::string::npos)
       ::history(terminal_->history, &terminal_->event, H_ENTER, line.c_str());
@@ -78,7 +78,7 @@ LineReader::End LineReader::read(std::string& line) {
   size_t room = 0;
   const ssize_t n = getline(&text, &room, stdin);
   const int error = errno;
-  if (n >= 0) line.assign(text, static_cast<size_t>(n));
+  if (n >= 0) line.assign(text, size_t(n));
   std::free(text);
   if (n < 0 && error == EINTR) {
     std::clearerr(stdin);

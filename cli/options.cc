@@ -139,7 +139,7 @@ CLI::Option* add_threads(CLI::App& command, int& threads) {
       command, "-t,--threads", "N",
       "threads, 1 to 512. Default: the CPUs this process may use (affinity, cgroup quota). More than there are "
       "cores makes it slower",
-      whole(1, kMaxThreads, [&threads](int64_t n) { threads = static_cast<int>(n); }));
+      whole(1, kMaxThreads, [&threads](int64_t n) { threads = int(n); }));
 }
 
 CLI::Option* add_json(CLI::App& command, bool& json, const std::string& help) {
@@ -229,7 +229,7 @@ void add_sampling_options(CLI::App& command, engine::SamplingOptions& sampling) 
     return [&sampling, field](const std::string& word) {
       const auto value = read_number(word);
       if (!value.ok()) return value.status();
-      sampling.*field = static_cast<float>(*value);
+      sampling.*field = float(*value);
       const Status status = engine::check_sampling(sampling);
       return status.ok() ? status : invalid_argument(fmt::format("\"{}\": {}", word, status.message()));
     };
@@ -238,7 +238,7 @@ void add_sampling_options(CLI::App& command, engine::SamplingOptions& sampling) 
       "temperature, 0 to 100, default 0.8. Larger: more varied; 0: always the likeliest token",
       real(&engine::SamplingOptions::temperature));
   add(command, "--top-k", "N", "only the N likeliest tokens can be drawn, default 40. Larger: more varied; 0: all",
-      whole(0, INT32_MAX, [&sampling](int64_t n) { sampling.top_k = static_cast<int>(n); }));
+      whole(0, INT32_MAX, [&sampling](int64_t n) { sampling.top_k = int(n); }));
   add(command, "--top-p", "X",
       "only the likeliest tokens that together have this probability, 0 to 1, default 0.95. Larger: more varied; "
       "1: all",
@@ -295,7 +295,7 @@ void add_run_options(CLI::App& command, RunOptions& options) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   add_sampling_options(command, options.sampling);
   add(command, "--seed", "N", "0 to 9223372036854775807, default 0. The same seed gives the same answer",
-      whole(0, INT64_MAX, [&options](int64_t n) { options.sampling.seed = static_cast<uint64_t>(n); }));
+      whole(0, INT64_MAX, [&options](int64_t n) { options.sampling.seed = uint64_t(n); }));
   command.add_flag("--stats", options.stats, wrapped("all counters of the cache on stderr, after the answer"))
       ->excludes(interactive);
   add_json(command, options.json, "one JSON object on stdout instead of the answer as it comes")
@@ -332,7 +332,7 @@ void add_serve_options(CLI::App& command, ServeOptions& options) {
         return Status();
       });
   add(command, "--port", "N", "the port, 0 to 65535, default 8080. 0: any that is free",
-      whole(0, 65535, [&http](int64_t n) { http.port = static_cast<int>(n); }));
+      whole(0, 65535, [&http](int64_t n) { http.port = int(n); }));
   add(command, "--served-model-name", "NAME",
       "a name that requests may give as model; may be given several times, the first is shown. Default: the file's "
       "name without .gguf, which is allowed in any case",

@@ -33,7 +33,7 @@ int write_all(int fd, std::string_view text) {
       continue;
     }
     if (n < 0) return errno;
-    text.remove_prefix(static_cast<size_t>(n));
+    text.remove_prefix(size_t(n));
   }
   return 0;
 }
@@ -123,7 +123,7 @@ class StandardError {
         torn_ |= text.size() < size;
         return false;
       }
-      text.remove_prefix(static_cast<size_t>(n));
+      text.remove_prefix(size_t(n));
     }
     return true;
   }
@@ -154,13 +154,13 @@ class Buffer : public std::streambuf {
 
  private:
   std::streamsize xsputn(const char* text, std::streamsize n) override {
-    line_.append(text, static_cast<size_t>(n));
+    line_.append(text, size_t(n));
     if (line_.ends_with('\n')) sync();  // rows of a table show as they are made
     return n;
   }
   int overflow(int c) override {
     if (c == traits_type::eof()) return 0;
-    const char one = static_cast<char>(c);
+    const char one = char(c);
     xsputn(&one, 1);
     return 0;
   }

@@ -74,7 +74,7 @@ void print_figures(const engine::GenerateResult& result, engine::Engine& engine,
   const CacheOptions& cache = engine.cache_options();
   int64_t per_token = 0;
   for (const GroupSpec& group : cache.groups)
-    per_token += bytes_per_token(group.shape).n * static_cast<int64_t>(group.layers.size());
+    per_token += bytes_per_token(group.shape).n * int64_t(group.layers.size());
   const std::vector<std::vector<std::string>> rows = {
       {"prefill", fmt::format("{:.1f} tok/s", result.prefill_tok_s()),
        fmt::format("{} tokens, {} of them reused, {:.2f} s", result.tokens_in, result.tokens_reused,

@@ -41,7 +41,7 @@ void print_start(const ServeOptions& options, const server::ServerOptions& serve
   const CacheOptions& cache = model.cache().options();
   int64_t per_token = 0;
   for (const GroupSpec& group : cache.groups)
-    per_token += bytes_per_token(group.shape).n * static_cast<int64_t>(group.layers.size());
+    per_token += bytes_per_token(group.shape).n * int64_t(group.layers.size());
   const int64_t seqs = server.scheduler.max_num_seqs, context = model.context().n;
   const Stats stats = model.cache().stats(false);
   const bool v6 = server.http.host.find(':') != std::string::npos;

@@ -37,7 +37,7 @@ class Gemma3 : public Architecture {
     h->softcap = *cap;
     // Google's config gives 168 for the largest model's heads of 128; it is told by its layers, as in libllama.
     if (h->n_layers == kLayersOf27B) {
-      const auto width = static_cast<float>(std::max<int64_t>(h->n_embd / h->n_head, 1));
+      const auto width = float(std::max<int64_t>(h->n_embd / h->n_head, 1));
       h->attention_scale = 1.0f / std::sqrt(width);
     }
     return h;
@@ -50,7 +50,7 @@ class Gemma3 : public Architecture {
   ggml_tensor* build(GraphBuilder& b) const override {
     const HyperParameters& h = b.h;
     ggml_tensor* x = ggml_get_rows(b.ctx, b.weight("token_embd.weight"), b.tokens);  // [n_embd, n_tokens]
-    x = ggml_scale(b.ctx, x, std::sqrt(static_cast<float>(h.n_embd)));
+    x = ggml_scale(b.ctx, x, std::sqrt(float(h.n_embd)));
     for (int64_t layer = 0; layer < h.n_layers; ++layer) {
       ggml_tensor* normed = b.rms_norm(x, layer_name(layer, "attn_norm"));
       ggml_tensor* out = wanted_rows(b, layer, self_attention(b, layer, normed, nullptr));
@@ -76,7 +76,7 @@ class Gemma3 : public Architecture {
     if (cap != 0 && !(cap >= 1e-3 && cap <= 1e9)) {
       return corrupt("key '" + key + "' is " + std::to_string(cap) + ", expected 0 (off) or 0.001 to 1e9");
     }
-    return static_cast<float>(cap);
+    return float(cap);
   }
 
   // Window, pattern of the layers that have it, and their rotation. Without a window all layers are alike.
@@ -120,7 +120,7 @@ class Gemma3 : public Architecture {
     if (!pattern.ok()) return pattern.status();
     for (int64_t layer = 0; layer < h.n_layers; ++layer) {
       const bool full = *pattern != 0 && layer % *pattern == *pattern - 1;  // 0: none does
-      if (!full) h.windows[static_cast<size_t>(layer)] = *window;
+      if (!full) h.windows[size_t(layer)] = *window;
     }
     return Status();
   }

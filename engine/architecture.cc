@@ -130,7 +130,7 @@ Result<float> read_positive(const GgufFile& file, const std::string& key, std::o
     if (otherwise) return *otherwise;
     return corrupt("key '" + key + "' is missing");
   }
-  const auto number = static_cast<float>(**value);
+  const auto number = float(**value);
   if (!(number > 0) || !std::isfinite(number)) {
     return corrupt("key '" + key + "' is " + std::to_string(**value) + ", expected a finite number above 0");
   }
@@ -198,8 +198,8 @@ Result<HyperParameters> read_common(const GgufFile& file, std::string_view archi
   auto vocab_size = read_vocab_size(file);
   if (!vocab_size.ok()) return vocab_size.status();
   h.vocab_size = *vocab_size;
-  h.attention_scale = 1.0f / std::sqrt(static_cast<float>(h.head_dim_k));
-  h.windows.assign(static_cast<size_t>(h.n_layers), 0);
+  h.attention_scale = 1.0f / std::sqrt(float(h.head_dim_k));
+  h.windows.assign(size_t(h.n_layers), 0);
   return h;
 }
 
@@ -214,7 +214,7 @@ Result<Rope> read_rope(const GgufFile& file, std::string_view architecture, cons
     return corrupt("key '" + prefix + ".rope.dimension_count' is " + std::to_string(*n_dims) +
                    ", expected an even number");
   }
-  rope.n_dims = static_cast<int>(*n_dims);
+  rope.n_dims = int(*n_dims);
   auto base = read_positive(file, prefix + ".rope.freq_base", 10000.0f);
   if (!base.ok()) return base.status();
   rope.freq_base = *base;
@@ -225,7 +225,7 @@ Result<Rope> read_rope(const GgufFile& file, std::string_view architecture, cons
                                 .most = kMaxContext,
                                 .otherwise = h.context_length});
   if (!original.ok()) return original.status();
-  rope.n_ctx_original = static_cast<int>(*original == 0 ? h.context_length : *original);
+  rope.n_ctx_original = int(*original == 0 ? h.context_length : *original);
 
   auto scaling = file.text(prefix + ".rope.scaling.type");
   if (!scaling.ok()) return scaling.status();
@@ -242,7 +242,7 @@ Result<Rope> read_rope(const GgufFile& file, std::string_view architecture, cons
   if (factor->has_value() && (**factor < 0 || **factor > 1e6 || (**factor != 0 && **factor < 1e-6))) {
     return corrupt("key '" + key + "' is " + std::to_string(**factor) + ", expected 0 (unscaled) or 1e-6 to 1e6");
   }
-  const auto scale = static_cast<float>(factor->value_or(0));
+  const auto scale = float(factor->value_or(0));
   if (type != "none" && scale != 0) rope.freq_scale = 1.0f / scale;
 
   auto attn_factor = read_positive(file, prefix + ".rope.scaling.attn_factor", 1.0f);
@@ -267,15 +267,15 @@ Status check_tensors(const GgufFile& file, const Architecture& architecture, con
   for (const GgufTensor& t : file.tensors()) {
     const auto it = known.find(t.name);
     if (it == known.end()) {
-      return unsupported("tensor '" + t.name + "' " + shape_text({t.ne, static_cast<size_t>(t.n_dims)}) +
+      return unsupported("tensor '" + t.name + "' " + shape_text({t.ne, size_t(t.n_dims)}) +
                          " is not part of architecture " + std::string(architecture.name()) + " as supported here");
     }
     const TensorSpec& spec = *it->second;
     for (size_t d = 0; d < 4; ++d) {
       const int64_t expected = d < spec.shape.size() ? spec.shape[d] : 1;
       if (t.ne[d] != expected) {
-        return corrupt("tensor '" + t.name + "' has shape " + shape_text({t.ne, static_cast<size_t>(t.n_dims)}) +
-                       ", expected " + shape_text(spec.shape));
+        return corrupt("tensor '" + t.name + "' has shape " + shape_text({t.ne, size_t(t.n_dims)}) + ", expected " +
+                       shape_text(spec.shape));
       }
     }
     if (spec.f32_only && t.type != GGML_TYPE_F32) {
@@ -307,7 +307,7 @@ std::vector<GroupSpec> attention_groups(const HyperParameters& h) {
         .num_kv_heads = h.n_head_kv, .head_dim_k = h.head_dim_k, .head_dim_v = h.head_dim_v, .formats = {}};
     group.sliding_window = window;
     for (size_t layer = 0; layer < h.windows.size(); ++layer) {
-      if (h.windows[layer] == window) group.layers.push_back(static_cast<int>(layer));
+      if (h.windows[layer] == window) group.layers.push_back(int(layer));
     }
     groups.push_back(std::move(group));
   }

@@ -51,9 +51,7 @@ struct HyperParameters {
   float final_softcap = 0;       // of the model's logits; 0: off
   std::vector<int64_t> windows;  // [n_layers] keys a query sees, its own included; 0: all
 
-  const Rope& rope_of(int64_t layer) const {
-    return windows[static_cast<size_t>(layer)] == 0 ? rope : rope_windowed;
-  }
+  const Rope& rope_of(int64_t layer) const { return windows[size_t(layer)] == 0 ? rope : rope_windowed; }
 };
 
 // A tensor that an architecture knows. A shape of fewer dimensions means that the others are 1.

@@ -11,8 +11,8 @@ namespace {
 KvRows rows_of(const ggml_tensor* t) {
   return {.data = t->data,
           .type = ElementType::kF32,
-          .token_stride = static_cast<int64_t>(t->nb[2] / sizeof(float)),
-          .head_stride = static_cast<int64_t>(t->nb[1] / sizeof(float))};
+          .token_stride = int64_t(t->nb[2] / sizeof(float)),
+          .head_stride = int64_t(t->nb[1] / sizeof(float))};
 }
 
 }  // namespace
@@ -60,7 +60,7 @@ AttendArgs AttentionNodes::args(const Node& node, const ggml_tensor* q, float* o
           .layer = node.layer,
           .num_q_heads = q->ne[1],
           .q = static_cast<const float*>(q->data),
-          .q_token_stride = static_cast<int64_t>(q->nb[2] / sizeof(float)),
+          .q_token_stride = int64_t(q->nb[2] / sizeof(float)),
           .out = out,
           .scale = node.scale,
           .softcap = node.softcap,

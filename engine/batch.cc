@@ -25,13 +25,13 @@ std::vector<Share> Batcher::choose(std::span<const int64_t> pending) {
   int64_t left = max_tokens_;
   const auto n_answers = std::min<int64_t>(std::ssize(answers), left);
   for (int64_t i = 0; i < n_answers; ++i)
-    step.push_back({answers[(first_answer_ + static_cast<size_t>(i)) % answers.size()], 1});
-  first_answer_ = n_answers < std::ssize(answers) ? first_answer_ + static_cast<size_t>(n_answers) : 0;
+    step.push_back({answers[(first_answer_ + size_t(i)) % answers.size()], 1});
+  first_answer_ = n_answers < std::ssize(answers) ? first_answer_ + size_t(n_answers) : 0;
   left -= n_answers;
   // Nobody waits for the next token of a prompt: alone, prompts take all there is.
   if (n_answers > 0 && max_seconds_ > 0 && seconds_per_prompt_token_ > 0) {
     const double room = (max_seconds_ - decode_seconds_) / seconds_per_prompt_token_;
-    left = std::min(left, std::max(kLeastChunk, static_cast<int64_t>(room)));
+    left = std::min(left, std::max(kLeastChunk, int64_t(room)));
   }
   for (size_t i = 0; i < pending.size() && left > 0; ++i) {
     if (pending[i] == 1) continue;
@@ -48,7 +48,7 @@ void Batcher::learn(std::span<const Share> step, double seconds) {
     blend(decode_seconds_, seconds);
   } else if (n_prompt >= kLeastChunk) {  // of fewer, the step's own cost would be taken for theirs
     const double of_answers = step.size() > 1 && step[0].n_tokens == 1 ? decode_seconds_ : 0;
-    blend(seconds_per_prompt_token_, std::max(seconds - of_answers, seconds / 4) / static_cast<double>(n_prompt));
+    blend(seconds_per_prompt_token_, std::max(seconds - of_answers, seconds / 4) / double(n_prompt));
   }
 }
 

@@ -99,7 +99,7 @@ ggml_tensor* self_attention(GraphBuilder& b, int64_t layer, ggml_tensor* x, ggml
   if (b.weight(layer_name(layer, "attn_k_norm.weight"))) k = b.rms_norm(k, layer_name(layer, "attn_k_norm"));
   q = b.rope(q, rope, factors);
   k = b.rope(k, rope, factors);
-  ggml_tensor* attended = b.attention.build(b, static_cast<int>(layer), q, k, v);
+  ggml_tensor* attended = b.attention.build(b, int(layer), q, k, v);
   return b.linear(attended, layer_name(layer, "attn_output"));
 }
 

@@ -88,7 +88,7 @@ std::string what_holds(const Cache& cache, const EngineOptions& options) {
 int64_t context_bytes(const Cache& cache, Tokens context) {
   int64_t bytes = 0;
   for (int g = 0; g < std::ssize(cache.options().groups); ++g)
-    if (cache.options().groups[static_cast<size_t>(g)].sliding_window == 0)
+    if (cache.options().groups[size_t(g)].sliding_window == 0)
       bytes += cache.image_bytes(g).n * blocks_for(context, cache.options().block_size).n;
   return bytes;
 }
@@ -207,8 +207,8 @@ Result<StepOutput> Engine::run_step(std::span<const StepInput> inputs) {
     }
     requests.push_back({.sequence = input.sequence, .tokens = input.tokens, .n_tokens = Tokens(0)});
     out.first_row.push_back(n_rows);
-    n_tokens += static_cast<int64_t>(input.tokens.size());
-    n_rows += input.all_logits ? static_cast<int64_t>(input.tokens.size()) : 1;
+    n_tokens += int64_t(input.tokens.size());
+    n_rows += input.all_logits ? int64_t(input.tokens.size()) : 1;
   }
   if (n_tokens == 0 || n_tokens > kMaxStepTokens) {
     return invalid_argument("[step] " + std::to_string(n_tokens) + " tokens, expected 1 to " +
@@ -227,7 +227,7 @@ Result<StepOutput> Engine::run_step(std::span<const StepInput> inputs) {
   auto* rows = static_cast<int32_t*>(g.output_rows->data);
   int32_t at = 0;
   for (const StepInput& input : inputs) {
-    const auto n = static_cast<int32_t>(input.tokens.size());
+    const auto n = int32_t(input.tokens.size());
     std::memcpy(tokens + at, input.tokens.data(), input.tokens.size_bytes());
     for (int32_t i = input.all_logits ? 0 : n - 1; i < n; ++i) *rows++ = at + i;
     at += n;
@@ -248,7 +248,7 @@ Result<StepOutput> Engine::run_step(std::span<const StepInput> inputs) {
   auto statuses = e.cache->commit(std::move(*plan));
   if (!statuses.ok()) return statuses.status();
   out.statuses = std::move(*statuses);
-  out.logits = {static_cast<const float*>(g.logits->data), static_cast<size_t>(n_rows * vocab_size)};
+  out.logits = {static_cast<const float*>(g.logits->data), size_t(n_rows * vocab_size)};
   return out;
 }
 

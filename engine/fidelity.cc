@@ -25,7 +25,7 @@ RowSummary summarize(std::span<const float> row) {
   const auto best = std::max_element(row.begin(), row.end());
   double sum = 0;
   for (const float x : row) sum += std::exp(x - *best);
-  return {static_cast<double>(*best) + std::log(sum), best - row.begin()};
+  return {double(*best) + std::log(sum), best - row.begin()};
 }
 
 // sum p_ref * (log p_ref - log p), in nats.
@@ -33,8 +33,8 @@ double divergence(std::span<const float> reference, const RowSummary& of_referen
                   const RowSummary& of_row) {
   double sum = 0;
   for (size_t i = 0; i < row.size(); ++i) {
-    const double log_p = static_cast<double>(reference[i]) - of_reference.log_sum;
-    sum += std::exp(static_cast<float>(log_p)) * (log_p - (static_cast<double>(row[i]) - of_row.log_sum));
+    const double log_p = double(reference[i]) - of_reference.log_sum;
+    sum += std::exp(float(log_p)) * (log_p - (double(row[i]) - of_row.log_sum));
   }
   return sum;
 }
@@ -84,11 +84,11 @@ class Scores {
   // `reference`: the same row with the reference's formats; empty: there is none.
   void add(std::span<const float> row, std::span<const float> reference, size_t next) {
     const RowSummary summary = summarize(row);
-    loss_ += summary.log_sum - static_cast<double>(row[next]);
+    loss_ += summary.log_sum - double(row[next]);
     ++n_;
     if (reference.empty()) return;
     const RowSummary of_reference = summarize(reference);
-    reference_loss_ += of_reference.log_sum - static_cast<double>(reference[next]);
+    reference_loss_ += of_reference.log_sum - double(reference[next]);
     divergences_.push_back(divergence(reference, of_reference, row, summary));
     same_ += summary.best == of_reference.best;
   }
@@ -96,7 +96,7 @@ class Scores {
   Status fill(FidelityResult& result) {
     if (!std::isfinite(loss_) || !std::isfinite(reference_loss_))
       return Status(Code::kNotFinite, "[fidelity] the model's logits are not finite");
-    const auto n = static_cast<double>(n_);
+    const auto n = double(n_);
     result.tokens_scored = n_;
     result.ppl = std::exp(loss_ / n);
     if (divergences_.empty()) return Status();
@@ -105,8 +105,8 @@ class Scores {
     for (const double d : divergences_) sum += d;
     result.reference = {.ppl = std::exp(reference_loss_ / n),
                         .kld_mean = sum / n,
-                        .kld_p999 = divergences_[static_cast<size_t>(0.999 * n)],
-                        .top1 = 100 * static_cast<double>(same_) / n};
+                        .kld_p999 = divergences_[size_t(0.999 * n)],
+                        .top1 = 100 * double(same_) / n};
     return Status();
   }
 
@@ -135,14 +135,14 @@ Result<FidelityResult> Engine::fidelity(const FidelityRequest& request) {
     return out;
   };
 
-  const auto vocab = static_cast<size_t>(model().vocab_size);
+  const auto vocab = size_t(model().vocab_size);
   const int64_t n_chunk = request.chunk.n, first_scored = n_chunk / 2;
   FidelityResult result;
   result.chunks = request.max_chunks > 0 ? request.max_chunks : std::ssize(request.tokens) / n_chunk;
   Scores scores;
   std::vector<float> reference_logits;
   for (int64_t c = 0; c < result.chunks; ++c) {
-    const auto text = request.tokens.subspan(static_cast<size_t>(c * n_chunk), static_cast<size_t>(n_chunk));
+    const auto text = request.tokens.subspan(size_t(c * n_chunk), size_t(n_chunk));
     std::vector<int32_t> tokens(text.begin(), text.end());
     if (e.text->bos() >= 0) tokens[0] = e.text->bos();
     const Sequence ours(*e.cache);
@@ -155,9 +155,8 @@ Result<FidelityResult> Engine::fidelity(const FidelityRequest& request) {
     for (int64_t at = 0; at < n_chunk - 1;) {
       const bool scored = at >= first_scored;
       const int64_t n = std::min(scored ? kScoredStep : e.chunk.n, (scored ? n_chunk - 1 : first_scored) - at);
-      StepInput input{.sequence = ours.id(),
-                      .tokens = std::span(tokens).subspan(static_cast<size_t>(at), static_cast<size_t>(n)),
-                      .all_logits = scored};
+      StepInput input{
+          .sequence = ours.id(), .tokens = std::span(tokens).subspan(size_t(at), size_t(n)), .all_logits = scored};
       if (theirs) {
         StepInput same_input = input;
         same_input.sequence = theirs->id();
@@ -170,17 +169,15 @@ Result<FidelityResult> Engine::fidelity(const FidelityRequest& request) {
       if (!out.ok()) return out.status();
       if (!out->statuses[0].ok()) return out->statuses[0];
       for (int64_t i = 0; scored && i < n; ++i) {
-        const auto next = static_cast<size_t>(tokens[static_cast<size_t>(at + i + 1)]);
-        const auto row = out->logits.subspan(static_cast<size_t>(i) * vocab, vocab);
-        const auto reference =
-            theirs ? std::span<const float>(reference_logits).subspan(static_cast<size_t>(i) * vocab, vocab)
-                   : std::span<const float>();
+        const auto next = size_t(tokens[size_t(at + i + 1)]);
+        const auto row = out->logits.subspan(size_t(i) * vocab, vocab);
+        const auto reference = theirs ? std::span<const float>(reference_logits).subspan(size_t(i) * vocab, vocab)
+                                      : std::span<const float>();
         scores.add(row, reference, next);
       }
       at += n;
       if (request.progress)
-        request.progress((static_cast<double>(c) + static_cast<double>(at) / static_cast<double>(n_chunk - 1)) /
-                         static_cast<double>(result.chunks));
+        request.progress((double(c) + double(at) / double(n_chunk - 1)) / double(result.chunks));
     }
   }
   if (Status status = scores.fill(result); !status.ok()) return status;

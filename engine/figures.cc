@@ -9,7 +9,7 @@ Histogram::Histogram(std::vector<double> upper_bounds)
 
 void Histogram::add(double value) {
   const auto at = std::lower_bound(bounds.begin(), bounds.end(), value) - bounds.begin();
-  ++counts[static_cast<size_t>(at)];
+  ++counts[size_t(at)];
   sum += value;
 }
 

@@ -20,12 +20,12 @@ struct Histogram {
 };
 
 struct SchedulerStats {
-  Stats cache;               // bytes_resident is brought up to date every few seconds
-  BlockViews blocks;  // of group 0; only while somebody looks (see Scheduler::stats)
-  int64_t running = 0;       // sequences
-  int64_t waiting = 0;       // sequences
-  int64_t requests = 0;      // accepted since the start
-  int64_t refused = 0;       // the queue was full
+  Stats cache;           // bytes_resident is brought up to date every few seconds
+  BlockViews blocks;     // of group 0; only while somebody looks (see Scheduler::stats)
+  int64_t running = 0;   // sequences
+  int64_t waiting = 0;   // sequences
+  int64_t requests = 0;  // accepted since the start
+  int64_t refused = 0;   // the queue was full
   int64_t finished_stop = 0, finished_length = 0, cancelled = 0, failed = 0;  // requests
   int64_t preemptions = 0;
   int64_t prompt_tokens_computed = 0;  // again after a preemption: counted again

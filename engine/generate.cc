@@ -12,7 +12,7 @@
 namespace pagedkv::engine {
 namespace {
 
-double per_second(int64_t n, double seconds) { return n > 0 && seconds > 0 ? static_cast<double>(n) / seconds : 0; }
+double per_second(int64_t n, double seconds) { return n > 0 && seconds > 0 ? double(n) / seconds : 0; }
 
 // Keeps what a step says until the caller hears of it, outside the step.
 class Outbox : public RequestSink {

@@ -85,10 +85,10 @@ Result<std::optional<int64_t>> as_integer(const GgufValue& value, std::string_vi
       return std::optional<int64_t>(load<int64_t>(p));
     case GgufType::kU64: {
       const uint64_t wide = load<uint64_t>(p);
-      if (wide > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {
+      if (wide > uint64_t(std::numeric_limits<int64_t>::max())) {
         return corrupt("key " + quoted(key) + " is " + std::to_string(wide) + ", more than any count can be");
       }
-      return std::optional<int64_t>(static_cast<int64_t>(wide));
+      return std::optional<int64_t>(int64_t(wide));
     }
     default:
       return corrupt("key " + quoted(key) + " must be an integer, but is of type " + gguf_type_name(value.type));
@@ -100,7 +100,7 @@ Result<std::optional<int64_t>> as_integer(const GgufValue& value, std::string_vi
 const char* gguf_type_name(GgufType type) {
   static constexpr const char* kNames[] = {"u8",   "i8",     "u16",   "i16", "u32", "i32", "f32",
                                            "bool", "string", "array", "u64", "i64", "f64"};
-  const auto index = static_cast<uint32_t>(type);
+  const auto index = uint32_t(type);
   return index < std::size(kNames) ? kNames[index] : "unknown";
 }
 
@@ -114,7 +114,7 @@ std::string shape_text(std::span<const int64_t> ne) {
 // set and the rest of the header is not looked at.
 class GgufFile::Parser {
  public:
-  explicit Parser(GgufFile& file) : file_(file), size_(static_cast<int64_t>(file.bytes_.size())) {}
+  explicit Parser(GgufFile& file) : file_(file), size_(int64_t(file.bytes_.size())) {}
 
   Status run() {
     if (Status s = preamble(); !s.ok()) return s;
@@ -140,7 +140,7 @@ class GgufFile::Parser {
 
   template <class T>
   Status read(T* to, const std::string& what) {
-    if (left() < static_cast<int64_t>(sizeof(T))) return truncated(what, sizeof(T));
+    if (left() < int64_t(sizeof(T))) return truncated(what, sizeof(T));
     *to = load<T>(file_.bytes_.data() + at_);
     at_ += sizeof(T);
     return Status();
@@ -150,12 +150,12 @@ class GgufFile::Parser {
   Status read_string(std::string_view* to, const std::string& what) {
     uint64_t length = 0;
     if (Status s = read(&length, "the length of " + what); !s.ok()) return s;
-    if (length > static_cast<uint64_t>(left())) {
+    if (length > uint64_t(left())) {
       return corrupt(what + " claims " + std::to_string(length) + " bytes at offset " + std::to_string(at_) +
                      ", but the file has only " + std::to_string(left()) + " left");
     }
-    *to = std::string_view(reinterpret_cast<const char*>(file_.bytes_.data() + at_), static_cast<size_t>(length));
-    at_ += static_cast<int64_t>(length);
+    *to = std::string_view(reinterpret_cast<const char*>(file_.bytes_.data() + at_), size_t(length));
+    at_ += int64_t(length);
     return Status();
   }
 
@@ -183,14 +183,14 @@ class GgufFile::Parser {
     if (Status s = read(&n_keys, "the key count"); !s.ok()) return s;
     if (Status s = fits(n_tensors, kMinTensorBytes, "tensors"); !s.ok()) return s;
     if (Status s = fits(n_keys, kMinKeyValueBytes, "keys"); !s.ok()) return s;
-    n_tensors_ = static_cast<int64_t>(n_tensors);
-    n_keys_ = static_cast<int64_t>(n_keys);
+    n_tensors_ = int64_t(n_tensors);
+    n_keys_ = int64_t(n_keys);
     return Status();
   }
 
   // Refuses counts that the rest of the file cannot hold, so that no allocation follows an invented number.
   Status fits(uint64_t count, int64_t least_bytes, const std::string& what) const {
-    const uint64_t most = static_cast<uint64_t>(std::min(left() / least_bytes, kMaxEntries));
+    const uint64_t most = uint64_t(std::min(left() / least_bytes, kMaxEntries));
     if (count <= most) return Status();
     return corrupt("the header promises " + std::to_string(count) + " " + what + ", but a file of " +
                    std::to_string(size_) + " bytes has room for at most " + std::to_string(most));
@@ -200,7 +200,7 @@ class GgufFile::Parser {
     const std::string nth = "key " + std::to_string(index) + " of " + std::to_string(n_keys_);
     std::string_view key;
     if (Status s = read_string(&key, nth); !s.ok()) return s;
-    if (key.empty() || static_cast<int64_t>(key.size()) > kMaxKeyBytes) {
+    if (key.empty() || int64_t(key.size()) > kMaxKeyBytes) {
       return corrupt("the name of " + nth + " has " + std::to_string(key.size()) + " bytes, allowed are 1 to " +
                      std::to_string(kMaxKeyBytes));
     }
@@ -217,12 +217,12 @@ class GgufFile::Parser {
       if (Status s = read(&count, "the length of " + name); !s.ok()) return s;
       const int64_t each = std::max<int64_t>(scalar_bytes(value.element_type), 1);
       const int64_t least = value.element_type == GgufType::kString ? 8 : each;
-      if (count > static_cast<uint64_t>(left() / least)) {
+      if (count > uint64_t(left() / least)) {
         return corrupt(name + " claims " + std::to_string(count) + " elements of type " +
                        gguf_type_name(value.element_type) + ", but the file has only " + std::to_string(left()) +
                        " bytes left");
       }
-      value.count = static_cast<int64_t>(count);
+      value.count = int64_t(count);
     }
     const int64_t begin = at_;
     if (value.element_type == GgufType::kString) {
@@ -236,7 +236,7 @@ class GgufFile::Parser {
       if (n_bytes > left()) return truncated(name, n_bytes);
       at_ += n_bytes;
     }
-    value.bytes = file_.bytes_.subspan(static_cast<size_t>(begin), static_cast<size_t>(at_ - begin));
+    value.bytes = file_.bytes_.subspan(size_t(begin), size_t(at_ - begin));
     if (value.element_type == GgufType::kBool) {
       for (std::byte b : value.bytes) {
         if (std::to_integer<int>(b) > 1) {
@@ -252,10 +252,10 @@ class GgufFile::Parser {
   Status read_type(GgufType* to, const std::string& name) {
     uint32_t type = 0;
     if (Status s = read(&type, "the type of " + name); !s.ok()) return s;
-    if (type > static_cast<uint32_t>(GgufType::kF64)) {
+    if (type > uint32_t(GgufType::kF64)) {
       return corrupt(name + " has value type " + std::to_string(type) + ", known are 0 to 12");
     }
-    *to = static_cast<GgufType>(type);
+    *to = GgufType(type);
     return Status();
   }
 
@@ -301,7 +301,7 @@ class GgufFile::Parser {
     if (n_dims < 1 || n_dims > 4) {
       return corrupt(what + " has " + std::to_string(n_dims) + " dimensions, expected 1 to 4");
     }
-    t.n_dims = static_cast<int>(n_dims);
+    t.n_dims = int(n_dims);
     for (int d = 0; d < t.n_dims; ++d) {
       if (Status s = read(&t.ne[d], "the shape of " + what); !s.ok()) return s;
     }
@@ -316,29 +316,29 @@ class GgufFile::Parser {
     uint32_t type = 0;
     if (Status s = read(&type, "the type of " + what); !s.ok()) return s;
     // Numbers of removed types stay reserved in ggml, with a block size of zero.
-    if (type >= GGML_TYPE_COUNT || ggml_blck_size(static_cast<ggml_type>(type)) == 0) {
+    if (type >= GGML_TYPE_COUNT || ggml_blck_size(ggml_type(type)) == 0) {
       return corrupt(what + " has data type " + std::to_string(type) + ", which ggml does not know");
     }
-    t.type = static_cast<ggml_type>(type);
+    t.type = ggml_type(type);
     const int64_t block = ggml_blck_size(t.type);
     if (t.ne[0] % block != 0) {
       return corrupt(what + " has rows of " + std::to_string(t.ne[0]) + " elements, not a multiple of the " +
                      std::to_string(block) + " that type " + ggml_type_name(t.type) + " packs together");
     }
-    if (__builtin_mul_overflow(n_elements / block, static_cast<int64_t>(ggml_type_size(t.type)), &t.n_bytes)) {
+    if (__builtin_mul_overflow(n_elements / block, int64_t(ggml_type_size(t.type)), &t.n_bytes)) {
       return corrupt(what + " has shape " + shape + ", whose bytes do not fit 63 bits");
     }
     uint64_t offset = 0;
     if (Status s = read(&offset, "the offset of " + what); !s.ok()) return s;
-    if (offset % static_cast<uint64_t>(file_.alignment_) != 0) {
+    if (offset % uint64_t(file_.alignment_) != 0) {
       return corrupt(what + " has offset " + std::to_string(offset) + ", not a multiple of the alignment " +
                      std::to_string(file_.alignment_));
     }
-    if (offset > static_cast<uint64_t>(std::numeric_limits<int64_t>::max() / 2)) {
+    if (offset > uint64_t(std::numeric_limits<int64_t>::max() / 2)) {
       return corrupt(what + " has offset " + std::to_string(offset) + " in a file of " + std::to_string(size_) +
                      " bytes");
     }
-    t.offset = static_cast<int64_t>(offset);  // from the start of the data, until place_tensors()
+    t.offset = int64_t(offset);  // from the start of the data, until place_tensors()
     file_.tensors_.push_back(std::move(t));
     return Status();
   }
@@ -408,7 +408,7 @@ Result<std::shared_ptr<const GgufFile>> GgufFile::open(const std::string& path) 
     ::close(fd);
     return problem;
   }
-  const auto size = static_cast<size_t>(info.st_size);
+  const auto size = size_t(info.st_size);
   void* base = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
   const int error = errno;
   ::close(fd);  // the mapping keeps the file
@@ -484,10 +484,10 @@ std::vector<std::string_view> GgufFile::strings(std::string_view key) const {
   std::vector<std::string_view> out;
   const GgufValue* value = find(key);
   if (!value || value->type != GgufType::kArray || value->element_type != GgufType::kString) return out;
-  out.reserve(static_cast<size_t>(value->count));
+  out.reserve(size_t(value->count));
   const std::byte* at = value->bytes.data();  // lengths were checked when the file was opened
   for (int64_t i = 0; i < value->count; ++i) {
-    const auto n = static_cast<size_t>(load<uint64_t>(at));
+    const auto n = size_t(load<uint64_t>(at));
     out.emplace_back(reinterpret_cast<const char*>(at + 8), n);
     at += 8 + n;
   }

@@ -80,7 +80,7 @@ class GgufFile {
   // --- metadata. The getters give nullopt when the key is missing, and kCorrupt when it has another type or its
   // value does not fit; integers of any width and sign are accepted for one another.
   const GgufValue* find(std::string_view key) const;
-  int64_t n_keys() const { return static_cast<int64_t>(values_.size()); }
+  int64_t n_keys() const { return int64_t(values_.size()); }
   Result<std::optional<int64_t>> integer(std::string_view key) const;
   Result<std::optional<double>> real(std::string_view key) const;
   Result<std::optional<bool>> boolean(std::string_view key) const;
@@ -94,7 +94,7 @@ class GgufFile {
   std::span<const GgufTensor> tensors() const { return tensors_; }
   const GgufTensor* tensor(std::string_view name) const;
   std::span<const std::byte> data(const GgufTensor& tensor) const {
-    return bytes_.subspan(static_cast<size_t>(tensor.offset), static_cast<size_t>(tensor.n_bytes));
+    return bytes_.subspan(size_t(tensor.offset), size_t(tensor.n_bytes));
   }
 
  private:

@@ -35,7 +35,7 @@ std::vector<bool> Grammar::least_fixed_point(bool characters) const {
     for (uint32_t at : rules_[rule].alternatives) {
       bool possible = true;
       Alternative made{rule, 0};
-      const auto index = static_cast<uint32_t>(alternatives.size());
+      const auto index = uint32_t(alternatives.size());
       for (uint32_t i = at; elements_[i].kind != Kind::kEnd; ++i)
         possible &= characters || elements_[i].kind == Kind::kRule;
       if (!possible) continue;
@@ -81,10 +81,10 @@ SortedPieces::SortedPieces(const std::vector<std::string>& pieces) {
   size_t bytes = 0;
   for (size_t token = 0; token < pieces.size(); ++token) {
     if (pieces[token].empty()) continue;
-    order.push_back(static_cast<int32_t>(token));
+    order.push_back(int32_t(token));
     bytes += pieces[token].size();
   }
-  const auto piece = [&](int32_t token) -> const std::string& { return pieces[static_cast<size_t>(token)]; };
+  const auto piece = [&](int32_t token) -> const std::string& { return pieces[size_t(token)]; };
   std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
     return std::pair(std::string_view(piece(a)), a) < std::pair(std::string_view(piece(b)), b);
   });
@@ -93,8 +93,7 @@ SortedPieces::SortedPieces(const std::vector<std::string>& pieces) {
   for (const int32_t token : order) {
     const std::string& text = piece(token);
     const auto common = std::mismatch(text.begin(), text.end(), before.begin(), before.end()).first - text.begin();
-    entries_.push_back({token, static_cast<uint32_t>(bytes_.size()), static_cast<uint32_t>(text.size()),
-                        static_cast<uint32_t>(common)});
+    entries_.push_back({token, uint32_t(bytes_.size()), uint32_t(text.size()), uint32_t(common)});
     bytes_ += text;
     before = text;
   }
@@ -128,17 +127,17 @@ void GrammarState::add(Item item) {
   };
   if (items_.size() == kFewItems || items_.size() * 2 > slots_.size()) {
     slots_.assign(std::bit_ceil(std::max(8 * kFewItems, 4 * items_.size())), 0);
-    for (size_t i = 0; i < items_.size(); ++i) slots_[place(items_[i])] = static_cast<uint32_t>(i + 1);
+    for (size_t i = 0; i < items_.size(); ++i) slots_[place(items_[i])] = uint32_t(i + 1);
   }
   const size_t slot = place(item);
   if (slots_[slot] != 0) return;
   items_.push_back(item);
-  slots_[slot] = static_cast<uint32_t>(items_.size());
+  slots_[slot] = uint32_t(items_.size());
 }
 
 // Follows each item of the new set to what it needs or completes. False: too much of it.
 bool GrammarState::close() {
-  const uint32_t here = static_cast<uint32_t>(sets_.size() - 1);
+  const uint32_t here = uint32_t(sets_.size() - 1);
   const size_t begin = sets_.back().waiting_begin;
   for (size_t done = 0; done < items_.size();) {  // they grow meanwhile
     if (items_.size() + waiting_.size() > kMaxItems) {
@@ -151,11 +150,10 @@ bool GrammarState::close() {
       if (item.lhs == kStart) sets_.back().complete = true;
       if (item.lhs == kStart || item.origin == here) continue;  // what derives nothing was passed when predicted
       const size_t first = sets_[item.origin].waiting_begin, last = sets_[item.origin + 1].waiting_begin;
-      const auto from = std::lower_bound(waiting_.begin() + static_cast<std::ptrdiff_t>(first),
-                                         waiting_.begin() + static_cast<std::ptrdiff_t>(last), item.lhs,
-                                         [](const Waiting& w, uint32_t lhs) { return w.awaited < lhs; });
-      for (size_t w = static_cast<size_t>(from - waiting_.begin()); w < last && waiting_[w].awaited == item.lhs;
-           ++w)
+      const auto from =
+          std::lower_bound(waiting_.begin() + std::ptrdiff_t(first), waiting_.begin() + std::ptrdiff_t(last),
+                           item.lhs, [](const Waiting& w, uint32_t lhs) { return w.awaited < lhs; });
+      for (size_t w = size_t(from - waiting_.begin()); w < last && waiting_[w].awaited == item.lhs; ++w)
         add(waiting_[w].item);
     } else if (next.kind == Grammar::Kind::kRule) {
       const Grammar::Rule& rule = grammar_->rules_[next.value];
@@ -173,7 +171,7 @@ bool GrammarState::close() {
       terminals_.push_back(item);
     }
   }
-  std::sort(waiting_.begin() + static_cast<std::ptrdiff_t>(begin), waiting_.end(),
+  std::sort(waiting_.begin() + std::ptrdiff_t(begin), waiting_.end(),
             [](const Waiting& a, const Waiting& b) { return a.awaited < b.awaited; });
   return true;
 }
@@ -201,11 +199,9 @@ bool GrammarState::feed(char c) {
     if (byte >= 0xc2 && byte <= 0xdf) {
       utf8_ = {byte & 0x1fu, 1};
     } else if (byte >= 0xe0 && byte <= 0xef) {
-      utf8_ = {byte & 0x0fu, 2, static_cast<uint8_t>(byte == 0xe0 ? 0xa0 : 0x80),
-               static_cast<uint8_t>(byte == 0xed ? 0x9f : 0xbf)};
+      utf8_ = {byte & 0x0fu, 2, uint8_t(byte == 0xe0 ? 0xa0 : 0x80), uint8_t(byte == 0xed ? 0x9f : 0xbf)};
     } else if (byte >= 0xf0 && byte <= 0xf4) {
-      utf8_ = {byte & 0x07u, 3, static_cast<uint8_t>(byte == 0xf0 ? 0x90 : 0x80),
-               static_cast<uint8_t>(byte == 0xf4 ? 0x8f : 0xbf)};
+      utf8_ = {byte & 0x07u, 3, uint8_t(byte == 0xf0 ? 0x90 : 0x80), uint8_t(byte == 0xf4 ? 0x8f : 0xbf)};
     } else {
       return false;
     }
@@ -213,7 +209,7 @@ bool GrammarState::feed(char c) {
   }
   if (byte < utf8_.least || byte > utf8_.most) return false;
   const uint32_t bits = utf8_.bits << 6 | (byte & 0x3fu);
-  const auto missing = static_cast<uint8_t>(utf8_.missing - 1);
+  const auto missing = uint8_t(utf8_.missing - 1);
   utf8_ = {.bits = bits, .missing = missing};
   return missing == 0 ? step(bits) : can_become_a_character();
 }
@@ -240,8 +236,7 @@ void GrammarState::back_to(const Mark& mark) {
 
 // Only the last set's are looked at again.
 void GrammarState::forget_terminals() {
-  terminals_.erase(terminals_.begin(),
-                   terminals_.begin() + static_cast<std::ptrdiff_t>(sets_.back().terminals_begin));
+  terminals_.erase(terminals_.begin(), terminals_.begin() + std::ptrdiff_t(sets_.back().terminals_begin));
   sets_.back().terminals_begin = 0;
 }
 

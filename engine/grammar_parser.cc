@@ -42,8 +42,7 @@ class GrammarParser {
   bool fail(const std::string& what) {
     if (status_.ok()) {
       const auto line =
-          1 +
-          std::count(text_.begin(), text_.begin() + static_cast<std::ptrdiff_t>(std::min(at_, text_.size())), '\n');
+          1 + std::count(text_.begin(), text_.begin() + std::ptrdiff_t(std::min(at_, text_.size())), '\n');
       status_ = invalid_argument("[grammar] line " + std::to_string(line) + ": " + what);
     }
     return false;
@@ -79,9 +78,8 @@ class GrammarParser {
     if (byte != '\\') {
       const int size = byte < 0x80 ? 1 : byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
       out = size == 1 ? byte : byte & (0x3f >> (size - 1));
-      for (int i = 1; i < size; ++i)
-        out = out << 6 | (static_cast<unsigned char>(peek(static_cast<size_t>(i))) & 0x3f);
-      at_ += static_cast<size_t>(size);
+      for (int i = 1; i < size; ++i) out = out << 6 | (static_cast<unsigned char>(peek(size_t(i))) & 0x3f);
+      at_ += size_t(size);
       return true;
     }
     const char kind = peek(1);
@@ -102,10 +100,10 @@ class GrammarParser {
                         : c >= 'A' && c <= 'F' ? c - 'A' + 10
                                                : -1;
       if (digit < 0) return fail(std::to_string(digits) + " hexadecimal digits are expected in " + found());
-      value = value * 16 + static_cast<uint64_t>(digit);
+      value = value * 16 + uint64_t(digit);
     }
     if (value > kMaxCharacter) return fail(found() + " is no character: the last one is U+10FFFF");
-    out = static_cast<uint32_t>(value);
+    out = uint32_t(value);
     at_ += 2 + digits;
     return true;
   }
@@ -113,7 +111,7 @@ class GrammarParser {
   // --- rules ---
   uint32_t new_rule() {
     out_->rules_.emplace_back();
-    return static_cast<uint32_t>(out_->rules_.size() - 1);
+    return uint32_t(out_->rules_.size() - 1);
   }
   uint32_t rule_named(std::string_view name) {
     const auto [at, added] = names_.try_emplace(std::string(name), 0);
@@ -125,7 +123,7 @@ class GrammarParser {
     if (elements.size() + 1 > Grammar::kMaxElements - std::min(all.size(), Grammar::kMaxElements))
       return fail("the grammar has more than " + std::to_string(Grammar::kMaxElements) +
                   " elements, repetitions written out");
-    out_->rules_[rule].alternatives.push_back(static_cast<uint32_t>(all.size()));
+    out_->rules_[rule].alternatives.push_back(uint32_t(all.size()));
     all.insert(all.end(), elements.begin(), elements.end());
     all.push_back({Kind::kEnd, 0});
     return true;
@@ -237,10 +235,10 @@ class GrammarParser {
     return true;
   }
   void add_class(Sequence& out, bool negated, const std::vector<Grammar::Range>& ranges) {
-    Grammar::Class made{.negated = negated, .begin = static_cast<uint32_t>(out_->ranges_.size())};
+    Grammar::Class made{.negated = negated, .begin = uint32_t(out_->ranges_.size())};
     out_->ranges_.insert(out_->ranges_.end(), ranges.begin(), ranges.end());
-    made.end = static_cast<uint32_t>(out_->ranges_.size());
-    out.push_back({Kind::kClass, static_cast<uint32_t>(out_->classes_.size())});
+    made.end = uint32_t(out_->ranges_.size());
+    out.push_back({Kind::kClass, uint32_t(out_->classes_.size())});
     out_->classes_.push_back(made);
   }
 
@@ -271,7 +269,7 @@ class GrammarParser {
                     std::to_string(Grammar::kMaxRepetitions));
       if (most >= 0 && most < least) return fail("{m,n} needs m <= n");
     }
-    Sequence item(out.begin() + static_cast<std::ptrdiff_t>(last), out.end());
+    Sequence item(out.begin() + std::ptrdiff_t(last), out.end());
     out.resize(last);
     if (item.size() > 1) {  // a literal, or what an earlier repetition wrote out
       const uint32_t rule = new_rule();

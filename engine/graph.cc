@@ -34,7 +34,7 @@ std::unique_ptr<Graph> Graphs::build(int64_t n_tokens, int64_t n_rows) {
   g->n_tokens = n_tokens;
   g->n_rows = n_rows;
   g->attention = std::make_unique<AttentionNodes>(step_);
-  const auto n_nodes = static_cast<size_t>(model_.hyper_parameters().n_layers * kNodesPerLayer + kNodesBesides);
+  const auto n_nodes = size_t(model_.hyper_parameters().n_layers * kNodesPerLayer + kNodesBesides);
   g->context.reset(
       ggml_init({.mem_size = ggml_tensor_overhead() * n_nodes + ggml_graph_overhead_custom(n_nodes, false),
                  .mem_buffer = nullptr,

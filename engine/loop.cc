@@ -84,8 +84,8 @@ Tokens Loop::soon_cached_of(const Stream& s) const {
   Tokens longest(0);
   for (const Stream* other : running_) {
     if (other->choice != 0 || other->computed >= std::ssize(other->job->request.prompt)) continue;
-    longest = std::max(
-        longest, soon_cached(s.job->match.keys, other->job->match.keys, Tokens(other->computed), cache_.options().block_size));
+    longest = std::max(longest, soon_cached(s.job->match.keys, other->job->match.keys, Tokens(other->computed),
+                                            cache_.options().block_size));
   }
   return longest;
 }
@@ -124,7 +124,7 @@ void Loop::step() {
     std::vector<StepInput> inputs;
     for (const Share& share : shares) {
       const Stream& s = *streams[share.sequence];
-      const auto first = static_cast<size_t>(s.computed), n = static_cast<size_t>(share.n_tokens);
+      const auto first = size_t(s.computed), n = size_t(share.n_tokens);
       inputs.push_back({.sequence = s.sequence, .tokens = std::span(s.tokens).subspan(first, n)});
     }
     const auto begin = Clock::now();
@@ -168,14 +168,14 @@ void Loop::preempt() {
 
 // A request that fails takes its other choices with it, those of this step included.
 void Loop::take(const std::vector<Stream*>& streams, std::span<const Share> shares, const StepOutput& out) {
-  const auto vocab = static_cast<size_t>(text_.vocab_size());
+  const auto vocab = size_t(text_.vocab_size());
   const auto now = Clock::now();
   for (size_t i = 0; i < shares.size(); ++i) {
     Stream& s = *streams[shares[i].sequence];
     if (s.job->over) continue;
     Status status = out.statuses[i];
     if (status.ok()) {
-      const auto row = static_cast<size_t>(out.first_row[i]) * vocab;
+      const auto row = size_t(out.first_row[i]) * vocab;
       status = go_on(s, shares[i].n_tokens, out.logits.subspan(row, vocab), now);
     }
     if (!status.ok()) end(*s.job, status);

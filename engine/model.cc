@@ -27,14 +27,14 @@ Result<std::string> fingerprint_of(const GgufFile& file) {
   const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> hash(EVP_MD_CTX_new(), EVP_MD_CTX_free);
   bool ok = hash && EVP_DigestInit_ex(hash.get(), EVP_sha256(), nullptr) == 1;
   auto add = [&](const void* data, size_t n) { ok = ok && EVP_DigestUpdate(hash.get(), data, n) == 1; };
-  const auto size = static_cast<uint64_t>(file.bytes().size());
+  const auto size = uint64_t(file.bytes().size());
   add(&size, sizeof size);
-  add(file.bytes().data(), static_cast<size_t>(file.data_offset()));
+  add(file.bytes().data(), size_t(file.data_offset()));
   for (const GgufTensor& t : file.tensors()) {
     const std::span<const std::byte> data = file.data(t);
     const int64_t n = std::min<int64_t>(kSampleBytes, t.n_bytes);
     for (int64_t at : {int64_t{0}, (t.n_bytes - n) / 2, t.n_bytes - n}) {
-      add(data.data() + at, static_cast<size_t>(n));
+      add(data.data() + at, size_t(n));
     }
   }
   unsigned char digest[EVP_MAX_MD_SIZE];
@@ -145,15 +145,15 @@ int64_t Model::reproducible_columns() const {
 
 void Model::read_in(const std::function<void(double fraction)>& progress) const {
   const std::span<const std::byte> bytes = file_->bytes();
-  const auto begin = static_cast<size_t>(file_->data_offset());
+  const auto begin = size_t(file_->data_offset());
   auto* base = const_cast<std::byte*>(bytes.data());
   madvise(base, bytes.size(), MADV_WILLNEED);  // a hint: no harm if refused
-  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto page = size_t(sysconf(_SC_PAGESIZE));
   for (size_t at = begin; at < bytes.size();) {
     const size_t end = std::min(at + kReadStep, bytes.size());
     for (; at < end; at += page) static_cast<void>(*static_cast<const volatile std::byte*>(base + at));
     at = end;
-    if (progress) progress(static_cast<double>(end - begin) / static_cast<double>(bytes.size() - begin));
+    if (progress) progress(double(end - begin) / double(bytes.size() - begin));
   }
 }
 

@@ -24,8 +24,8 @@ constexpr int kFewCandidates = 256;
 // Seeds of 32 bits draw what libllama's sampler draws; its one seed for "any", and longer ones, are seeds like
 // others.
 std::mt19937 generator(uint64_t seed) {
-  if (seed < LLAMA_DEFAULT_SEED) return std::mt19937(static_cast<uint32_t>(seed));
-  std::seed_seq words{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+  if (seed < LLAMA_DEFAULT_SEED) return std::mt19937(uint32_t(seed));
+  std::seed_seq words{uint32_t(seed), uint32_t(seed >> 32)};
   return std::mt19937(words);
 }
 
@@ -100,7 +100,7 @@ class VocabularySampler : public Sampler {
     if (token.ok() && grammar_ && !grammar_->fits(*token)) {
       const std::vector<int32_t> fitting = grammar_->fitting();
       candidates.clear();
-      for (const int32_t one : fitting) candidates.push_back({one, logits[static_cast<size_t>(one)], 0});
+      for (const int32_t one : fitting) candidates.push_back({one, logits[size_t(one)], 0});
       if (candidates.empty()) return grammar_->dead_end();
       token = greedy_ ? best_candidate() : draw(false);
     }
@@ -133,7 +133,7 @@ class VocabularySampler : public Sampler {
   // hash map, this visits the few that were seen.
   void change(std::span<float> logits) const {
     const auto at = [&](int32_t token) -> float* {
-      return token >= 0 && token < std::ssize(logits) ? &logits[static_cast<size_t>(token)] : nullptr;
+      return token >= 0 && token < std::ssize(logits) ? &logits[size_t(token)] : nullptr;
     };
     for (const auto& [token, bias] : options_.logit_bias)
       if (float* logit = at(token)) *logit += bias;
@@ -141,19 +141,18 @@ class VocabularySampler : public Sampler {
       if (float* logit = at(token))
         *logit = *logit <= 0 ? *logit * options_.repeat_penalty : *logit / options_.repeat_penalty;
     for (const auto& [token, count] : drawn_)
-      if (float* logit = at(token))
-        *logit -= options_.presence_penalty + options_.frequency_penalty * static_cast<float>(count);
+      if (float* logit = at(token)) *logit -= options_.presence_penalty + options_.frequency_penalty * float(count);
   }
 
   Result<int32_t> choose(std::span<const float> logits) {
     if (greedy_)  // the first of equals
-      return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+      return int32_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
     if (options_.top_k > 0 && options_.top_k <= kFewCandidates) {
-      likeliest(logits, static_cast<size_t>(options_.top_k));
+      likeliest(logits, size_t(options_.top_k));
       return draw(true);
     }
     candidates.resize(logits.size());
-    for (size_t i = 0; i < logits.size(); ++i) candidates[i] = {static_cast<llama_token>(i), logits[i], 0};
+    for (size_t i = 0; i < logits.size(); ++i) candidates[i] = {llama_token(i), logits[i], 0};
     return draw(false);
   }
 
@@ -170,7 +169,7 @@ class VocabularySampler : public Sampler {
         std::pop_heap(candidates.begin(), candidates.end(), likelier);
         candidates.pop_back();
       }
-      candidates.push_back({static_cast<llama_token>(i), logits[i], 0});
+      candidates.push_back({llama_token(i), logits[i], 0});
       std::push_heap(candidates.begin(), candidates.end(), likelier);
       if (candidates.size() == k) least = candidates.front().logit;
     }

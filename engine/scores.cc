@@ -15,7 +15,7 @@ std::vector<TokenScore> best_scores(std::span<const float> logits, int64_t n, fl
       std::pop_heap(best.begin(), best.end(), less);
       best.pop_back();
     }
-    best.push_back({static_cast<int32_t>(i), logits[i]});
+    best.push_back({int32_t(i), logits[i]});
     std::push_heap(best.begin(), best.end(), less);
   }
   std::sort_heap(best.begin(), best.end(), less);
@@ -29,9 +29,8 @@ ScoredToken scores_of(std::span<const float> logits, int32_t token, int64_t n_to
   const float top = *std::max_element(logits.begin(), logits.end());
   double sum = 0;
   for (const float x : logits) sum += std::exp(x - top);
-  const float normalizer = top + static_cast<float>(std::log(sum));
-  return {.drawn = {token, logits[static_cast<size_t>(token)] - normalizer},
-          .top = best_scores(logits, n_top, normalizer)};
+  const float normalizer = top + float(std::log(sum));
+  return {.drawn = {token, logits[size_t(token)] - normalizer}, .top = best_scores(logits, n_top, normalizer)};
 }
 
 }  // namespace pagedkv::engine

@@ -159,10 +159,10 @@ class LlamaText final : public Text, public Vocabulary {
     try {
       std::vector<int32_t> tokens(text.size() / 2 + 16);
       while (true) {
-        const int32_t n = llama_tokenize(vocab_, text.data(), static_cast<int32_t>(text.size()), tokens.data(),
-                                         static_cast<int32_t>(tokens.size()), add_special, parse_special);
+        const int32_t n = llama_tokenize(vocab_, text.data(), int32_t(text.size()), tokens.data(),
+                                         int32_t(tokens.size()), add_special, parse_special);
         if (n == INT32_MIN) return invalid_argument("[tokenize] the text gives more than 2147483647 tokens");
-        tokens.resize(static_cast<size_t>(std::abs(n)));
+        tokens.resize(size_t(std::abs(n)));
         if (n < 0) continue;
         if (Status status = check_spelled(text, tokens); !status.ok()) return status;
         return tokens;
@@ -179,10 +179,9 @@ class LlamaText final : public Text, public Vocabulary {
     if (!has_words() || token < 0 || token >= vocab_size()) return "";
     std::string bytes(32, '\0');
     int32_t n = 0;
-    while ((n = llama_token_to_piece(vocab_, token, bytes.data(), static_cast<int32_t>(bytes.size()), 0, false)) <
-           0)
-      bytes.resize(static_cast<size_t>(-n));
-    bytes.resize(static_cast<size_t>(n));
+    while ((n = llama_token_to_piece(vocab_, token, bytes.data(), int32_t(bytes.size()), 0, false)) < 0)
+      bytes.resize(size_t(-n));
+    bytes.resize(size_t(n));
     return bytes;
   }
 
@@ -198,8 +197,8 @@ class LlamaText final : public Text, public Vocabulary {
 
   const SortedPieces& sorted_pieces() const override {
     std::call_once(pieces_once_, [this] {
-      std::vector<std::string> pieces(static_cast<size_t>(vocab_size()));
-      for (size_t token = 0; token < pieces.size(); ++token) pieces[token] = piece(static_cast<int32_t>(token));
+      std::vector<std::string> pieces(size_t(vocab_size()));
+      for (size_t token = 0; token < pieces.size(); ++token) pieces[token] = piece(int32_t(token));
       pieces_.emplace(pieces);
     });
     return *pieces_;
@@ -349,8 +348,8 @@ class LlamaText final : public Text, public Vocabulary {
       if (tried.insert(character).second) {
         std::array<int32_t, 64> tokens;
         try {
-          llama_tokenize(vocab_, character.data(), static_cast<int32_t>(character.size()), tokens.data(),
-                         static_cast<int32_t>(tokens.size()), false, false);
+          llama_tokenize(vocab_, character.data(), int32_t(character.size()), tokens.data(), int32_t(tokens.size()),
+                         false, false);
         } catch (const std::exception&) {
           return unspellable(character, at);
         }
@@ -404,14 +403,14 @@ class LlamaText final : public Text, public Vocabulary {
     std::string rendered(1024, '\0');
     while (true) {
       const int32_t n = llama_chat_apply_template(chat_template_->c_str(), chat.data(), chat.size(), true,
-                                                  rendered.data(), static_cast<int32_t>(rendered.size()));
+                                                  rendered.data(), int32_t(rendered.size()));
       if (n < 0) {
         return Status(Code::kUnsupported,
                       "[chat template] the model's template is not one that libllama knows (ChatML, Llama 2 to 4, "
                       "Mistral, Gemma, Phi, DeepSeek, Granite, Command R and about 40 more)");
       }
-      const bool whole = static_cast<size_t>(n) <= rendered.size();
-      rendered.resize(static_cast<size_t>(n));
+      const bool whole = size_t(n) <= rendered.size();
+      rendered.resize(size_t(n));
       if (whole) break;
     }
 

@@ -59,7 +59,7 @@ size_t begun(std::string_view text, std::string_view stop) {
 int64_t find_invalid_utf8(std::string_view text) {
   for (size_t at = 0; at < text.size();) {
     const auto [kind, size] = utf8_start(text.substr(at));
-    if (kind != Utf8::kValid) return static_cast<int64_t>(at);
+    if (kind != Utf8::kValid) return int64_t(at);
     at += size;
   }
   return -1;

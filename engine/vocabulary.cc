@@ -65,7 +65,7 @@ Status check_vocabulary(const GgufFile& file) {
                                         " of key 'tokenizer.ggml.tokens' are the same");
     }
   }
-  const auto n_tokens = static_cast<int64_t>(tokens.size());
+  const auto n_tokens = int64_t(tokens.size());
   if (Status s = check_added(file, "bos", kind->add_bos, kind->bos, n_tokens); !s.ok()) return s;
   return check_added(file, "eos", false, kind->eos, n_tokens);
 }

@@ -28,7 +28,7 @@ constexpr int64_t kHeads = 2, kTokens = 100, kHeadDim = 64;
 
 std::vector<float> some_rows(float phase) {
   std::vector<float> rows(kHeads * kTokens * kHeadDim);
-  for (size_t i = 0; i < rows.size(); ++i) rows[i] = std::sin(phase + 0.37f * static_cast<float>(i));
+  for (size_t i = 0; i < rows.size(); ++i) rows[i] = std::sin(phase + 0.37f * float(i));
   return rows;
 }
 

@@ -39,7 +39,7 @@ Projections project(int layer, std::span<const StepRequest> requests, const Step
   size_t row = 0;
   for (const StepRequest& request : requests) {
     for (const int32_t token : request.tokens) {
-      std::minstd_rand random(static_cast<uint32_t>(layer * 1000003 + token * 1009 + plan.positions()[row++] + 1));
+      std::minstd_rand random(uint32_t(layer * 1000003 + token * 1009 + plan.positions()[row++] + 1));
       std::uniform_real_distribution<float> value(-1, 1);
       for (int64_t i = 0; i < kQueryHeads * kHeadDim; ++i) rows.q.push_back(value(random));
       for (int64_t i = 0; i < kKvHeads * kHeadDim; ++i) rows.k.push_back(value(random));

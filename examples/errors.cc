@@ -87,9 +87,8 @@ void not_possible() {
 
 int main() {
   // Notices (a clamped limit, a slow path) go nowhere unless you say where.
-  pagedkv::set_log_sink([](std::string_view message) {
-    std::fprintf(stderr, "%.*s\n", static_cast<int>(message.size()), message.data());
-  });
+  pagedkv::set_log_sink(
+      [](std::string_view message) { std::fprintf(stderr, "%.*s\n", int(message.size()), message.data()); });
 
   for (const auto scene : {no_room, not_finite}) {
     auto cache = Cache::create({.groups = {{.shape = {kKvHeads, kHeadDim, kHeadDim, {}}, .layers = {0}}},

@@ -47,7 +47,7 @@ Result<Holder> hold(std::span<const float> k, std::span<const float> v) {
   if (!cache.ok()) return cache.status();
   auto started = (*cache)->start({});
   if (!started.ok()) return started.status();
-  const int64_t n_tokens = static_cast<int64_t>(k.size()) / (kKvHeads * kHeadDim);
+  const int64_t n_tokens = int64_t(k.size()) / (kKvHeads * kHeadDim);
   const StepRequest request{.sequence = started->id, .n_tokens = Tokens(n_tokens)};
   auto plan = (*cache)->reserve({&request, 1});
   if (!plan.ok()) return plan.status();
@@ -106,6 +106,6 @@ int main() {
   float worst = 0;
   for (size_t i = 0; i < both.out.size(); ++i) worst = std::max(worst, std::fabs(both.out[i] - expected->out[i]));
   for (size_t i = 0; i < both.lse.size(); ++i) worst = std::max(worst, std::fabs(both.lse[i] - expected->lse[i]));
-  std::printf("two parts and the whole differ by at most %g\n", static_cast<double>(worst));
+  std::printf("two parts and the whole differ by at most %g\n", double(worst));
   return worst < 1e-5f ? 0 : 1;
 }

@@ -75,7 +75,7 @@ Result<std::unique_ptr<Cache>> make_cache(ArenaOrder arena) {
 // K or V of `n` tokens, any numbers.
 std::vector<float> some_rows(int64_t n, float phase) {
   std::vector<float> rows(n * kKvHeads * kHeadDim);
-  for (size_t i = 0; i < rows.size(); ++i) rows[i] = std::sin(phase + 0.37f * static_cast<float>(i));
+  for (size_t i = 0; i < rows.size(); ++i) rows[i] = std::sin(phase + 0.37f * float(i));
   return rows;
 }
 
@@ -127,7 +127,7 @@ void look_at_tensors(Cache& cache, SequenceId sequence, int64_t position) {
     std::memcpy(&scale,
                 scales.data + block * scales.strides[0] + slot * scales.strides[1] + head * scales.strides[2], 4);
     for (int64_t i = 0; i < kHeadDim; ++i) {
-      const float value = static_cast<float>(static_cast<int8_t>(row[i])) * scale;
+      const float value = float(int8_t(row[i])) * scale;
       expect(value == dense->k[(position * kKvHeads + head) * kHeadDim + i], "the view's bytes are what is stored");
     }
   }
@@ -145,7 +145,7 @@ int main() {
     const auto started = (*cache)->start({});
     if (!started.ok()) return 1;
     for (int64_t at = 0; at < kTokens; at += kChunk) {
-      const Status status = store_a_chunk(**cache, started->id, static_cast<float>(at));
+      const Status status = store_a_chunk(**cache, started->id, float(at));
       expect(status.ok(), status.message().c_str());
     }
     look_at_windows(**cache, started->id);

@@ -19,8 +19,8 @@ enum class Format : uint8_t { kF32, kF16, kBF16, kQ8, kQ6, kQ4 };
 inline constexpr Format kAllFormats[] = {Format::kF32, Format::kF16, Format::kBF16,
                                          Format::kQ8,  Format::kQ6,  Format::kQ4};
 
-PKV_API const char* format_name(Format format);    // "f32", "f16", "bf16", "q8", "q6", "q4"
-PKV_API bool is_quantized(Format format);  // q8, q6, q4: rows carry one f32 scale each
+PKV_API const char* format_name(Format format);  // "f32", "f16", "bf16", "q8", "q6", "q4"
+PKV_API bool is_quantized(Format format);        // q8, q6, q4: rows carry one f32 scale each
 
 // Bytes of one packed row, without its scale. Requires: head_dim >= 1 and supported by the format.
 PKV_API Bytes row_bytes(Format format, int64_t head_dim);

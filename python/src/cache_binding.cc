@@ -21,8 +21,10 @@ struct GroupArgs {
   std::optional<KvQuantConfig> kv_quant;
 };
 constexpr Field<GroupArgs> kGroupFields[] = {
-    {"layers", &field<&GroupArgs::layers>},           {"num_kv_heads", &field<&GroupArgs::num_kv_heads>},
-    {"head_dim", &field<&GroupArgs::head_dim>},       {"head_dim_v", &field<&GroupArgs::head_dim_v>},
+    {"layers", &field<&GroupArgs::layers>},
+    {"num_kv_heads", &field<&GroupArgs::num_kv_heads>},
+    {"head_dim", &field<&GroupArgs::head_dim>},
+    {"head_dim_v", &field<&GroupArgs::head_dim_v>},
     {"sliding_window", &field<&GroupArgs::sliding_window>},
     {"kv_quant", &field<&GroupArgs::kv_quant>},
 };

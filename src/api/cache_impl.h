@@ -9,11 +9,11 @@
 #include "api/layer_attention.h"
 #include "api/query_path.h"
 #include "api/step_plan.h"
-#include "kernels/plan/work.h"
 #include "base/check.h"
 #include "base/text.h"
 #include "cache/cache_core.h"
 #include "kernels/kernels.h"
+#include "kernels/plan/work.h"
 #include "pagedkv/cache.h"
 #include "store/arena.h"
 #include "store/mover.h"
@@ -122,7 +122,7 @@ struct Cache::Impl : StepPlan::Impl::Home {
     plan.work.resize(options.groups.size());
     for (size_t g = 0; g < plan.work.size(); ++g)
       kernels::plan_work(plan.batch(g), options.groups[g].sliding_window, options.groups[g].shape.num_kv_heads,
-                plan.work[g]);
+                         plan.work[g]);
   }
 };
 

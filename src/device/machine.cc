@@ -128,7 +128,7 @@ int cgroup_cpus(const MachineFiles& files) {
   double least = 0;
   auto take = [&](int64_t quota, int64_t period) {
     if (quota <= 0 || period <= 0) return;
-    const double cpus = static_cast<double>(quota) / static_cast<double>(period);
+    const double cpus = double(quota) / double(period);
     least = least == 0 ? cpus : std::min(least, cpus);
   };
   for (const std::string& folder : cgroup_folders(files, "")) {
@@ -143,7 +143,7 @@ int cgroup_cpus(const MachineFiles& files) {
          number_in(folder + "/cpu.cfs_period_us").value_or(0));
   }
   if (least == 0) return 0;
-  return static_cast<int>(std::min(least, 1e6) + 0.999);
+  return int(std::min(least, 1e6) + 0.999);
 }
 
 int affinity_cpus() {
@@ -156,7 +156,7 @@ int affinity_cpus() {
     CPU_FREE(set);
     if (count > 0) return count;
   }
-  return std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)));
+  return std::max(1, int(sysconf(_SC_NPROCESSORS_ONLN)));
 }
 
 }  // namespace pagedkv

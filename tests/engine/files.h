@@ -97,7 +97,7 @@ void set_key(Contents& file, std::string_view key, T value) {
 struct TensorEntry {
   size_t at;
   int n_dims;
-  size_t ne(int d) const { return at + 4 + 8 * static_cast<size_t>(d); }
+  size_t ne(int d) const { return at + 4 + 8 * size_t(d); }
   size_t type() const { return ne(n_dims); }
   size_t offset() const { return type() + 4; }
 };
@@ -105,7 +105,7 @@ inline TensorEntry entry_of(const Contents& file, std::string_view tensor) {
   const size_t at = find_in(file, tensor) + tensor.size();
   uint32_t n_dims = 0;
   std::memcpy(&n_dims, file.data() + at, sizeof n_dims);
-  return {at, static_cast<int>(n_dims)};
+  return {at, int(n_dims)};
 }
 template <class T>
 void overwrite(Contents& file, size_t at, T value) {

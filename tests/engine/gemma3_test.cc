@@ -63,8 +63,8 @@ TEST(Gemma3, ContinuesAPromptAsLibllamaDoes) {
   std::string expected;
   for (int i = 0; i < 8; ++i) {
     const auto logits = oracle.logits(tokens);
-    const auto next = argmax(std::span(logits).last(static_cast<size_t>(oracle.vocab_size())));
-    tokens.push_back(static_cast<int32_t>(next));
+    const auto next = argmax(std::span(logits).last(size_t(oracle.vocab_size())));
+    tokens.push_back(int32_t(next));
     expected += world.engine->text().piece(tokens.back());
   }
   EXPECT_EQ(result->text, expected);

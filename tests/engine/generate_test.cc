@@ -37,15 +37,15 @@ TEST(Generate, IsTheGreedyContinuationOfTheModel) {
   std::vector<int32_t> tokens = prompt;
   std::string text;
   for (int i = 0; i < 8; ++i) {
-    const auto logits = world.logits(tokens, {static_cast<int>(tokens.size())});
-    const auto row = std::span(logits).last(static_cast<size_t>(world.vocab_size()));
-    const auto next = static_cast<int32_t>(std::max_element(row.begin(), row.end()) - row.begin());
+    const auto logits = world.logits(tokens, {int(tokens.size())});
+    const auto row = std::span(logits).last(size_t(world.vocab_size()));
+    const auto next = int32_t(std::max_element(row.begin(), row.end()) - row.begin());
     if (world.engine->text().is_end(next)) break;
     tokens.push_back(next);
     text += world.engine->text().piece(next);
   }
   EXPECT_EQ(result->tokens_in, 40);
-  EXPECT_EQ(result->tokens_out, static_cast<int64_t>(tokens.size() - prompt.size()));
+  EXPECT_EQ(result->tokens_out, int64_t(tokens.size() - prompt.size()));
   TextStream stream;  // incomplete UTF-8 is shown as U+FFFD by both
   std::string expected = stream.push(text);
   expected += stream.finish();

@@ -35,9 +35,9 @@ class Header {
     for (char c : s) bytes.push_back(static_cast<std::byte>(c));
     return *this;
   }
-  Header& key(std::string_view name, GgufType type) { return text(name).put(static_cast<uint32_t>(type)); }
+  Header& key(std::string_view name, GgufType type) { return text(name).put(uint32_t(type)); }
   Header& tensor(std::string_view name, const std::vector<int64_t>& ne, uint32_t type, uint64_t offset) {
-    text(name).put(static_cast<uint32_t>(ne.size()));
+    text(name).put(uint32_t(ne.size()));
     for (int64_t n : ne) put(n);
     return put(type).put(offset);
   }
@@ -144,11 +144,11 @@ TEST(GgufFile, RefusesAFileCutAnywhere) {  // O-LOAD-03
   cuts.push_back(whole.size() / 2);
   cuts.push_back(whole.size() - 1);
   for (size_t n : cuts) {
-    const Contents cut(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(n));
+    const Contents cut(whole.begin(), whole.begin() + std::ptrdiff_t(n));
     const std::string message = refusal(cut);
     ASSERT_FALSE(message.empty()) << "cut at " << n;
   }
-  const Contents half(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(whole.size() / 2));
+  const Contents half(whole.begin(), whole.begin() + std::ptrdiff_t(whole.size() / 2));
   expect_says(refusal(half), {"tensor '", "expected", "found", std::to_string(half.size())});
 }
 
@@ -176,7 +176,7 @@ TEST(GgufFile, RefusesStringsAndArraysLongerThanTheFile) {
     expect_says(refusal(text.bytes), {"some.text", std::to_string(n)});
     for (GgufType type : {GgufType::kU8, GgufType::kF64, GgufType::kString, GgufType::kBool}) {
       Header array(0, 1);
-      array.key("some.array", GgufType::kArray).put(static_cast<uint32_t>(type)).put(n).zeros(20);
+      array.key("some.array", GgufType::kArray).put(uint32_t(type)).put(n).zeros(20);
       expect_says(refusal(array.bytes), {"some.array", std::to_string(n)});
     }
   }
@@ -184,7 +184,7 @@ TEST(GgufFile, RefusesStringsAndArraysLongerThanTheFile) {
 
 TEST(GgufFile, RefusesKeysThatMakeNoSense) {
   Header nested(0, 1);
-  nested.key("a.matrix", GgufType::kArray).put(static_cast<uint32_t>(GgufType::kArray)).put<uint64_t>(1).zeros(64);
+  nested.key("a.matrix", GgufType::kArray).put(uint32_t(GgufType::kArray)).put<uint64_t>(1).zeros(64);
   expect_says(refusal(nested.bytes, Code::kUnsupported), {"a.matrix", "array of arrays"});
   Header type(0, 1);
   type.text("odd").put<uint32_t>(13).zeros(20);
@@ -225,7 +225,7 @@ TEST(GgufFile, RefusesZeroNegativeAndOverflowingDimensions) {  // O-LOAD-01
 }
 
 TEST(GgufFile, RefusesTypesThatGgmlDoesNotKnowAndRowsThatDoNotPack) {
-  for (uint32_t type : {4u, 5u, 31u, 36u, static_cast<uint32_t>(GGML_TYPE_COUNT), 1000u, UINT32_MAX}) {
+  for (uint32_t type : {4u, 5u, 31u, 36u, uint32_t(GGML_TYPE_COUNT), 1000u, UINT32_MAX}) {
     expect_says(tensor_refusal({32}, type), {"some.tensor", std::to_string(type)});
   }
   expect_says(tensor_refusal({33}, GGML_TYPE_Q8_0), {"some.tensor", "33", "32"});
@@ -252,13 +252,13 @@ TEST(GgufFile, RefusesNamesThatGgmlCannotHold) {
 
 TEST(GgufFile, SurvivesAnyDamageToItsHeader) {
   const Contents whole = read_file(tiny_model("d64_gqa3_tied"));
-  const size_t header = static_cast<size_t>((*GgufFile::parse(whole, "whole"))->data_offset());
+  const size_t header = size_t((*GgufFile::parse(whole, "whole"))->data_offset());
   std::mt19937 random(20260801);
   int refused = 0;
   for (int round = 0; round < 4000; ++round) {
     Contents damaged = whole;
     for (uint32_t i = 0, n = 1 + random() % 4; i < n; ++i) {
-      const uint32_t kinds[] = {0, 0xff, 0x80, 0x7f, static_cast<uint32_t>(random() & 0xff)};
+      const uint32_t kinds[] = {0, 0xff, 0x80, 0x7f, uint32_t(random() & 0xff)};
       damaged[random() % header] = static_cast<std::byte>(kinds[random() % 5]);
     }
     auto file = GgufFile::parse(damaged, "damaged");
@@ -269,7 +269,7 @@ TEST(GgufFile, SurvivesAnyDamageToItsHeader) {
     }
     // What was accepted is safe to look at.
     for (const GgufTensor& t : (*file)->tensors()) {
-      ASSERT_EQ((*file)->data(t).size(), static_cast<size_t>(t.n_bytes));
+      ASSERT_EQ((*file)->data(t).size(), size_t(t.n_bytes));
     }
   }
   EXPECT_GT(refused, 1000);

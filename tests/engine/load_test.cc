@@ -76,7 +76,7 @@ TEST(ModelInfo, GivesEqualFingerprintsToEqualFilesAndOthersToOtherWeights) {
   Contents other = original;
   auto file = *GgufFile::parse(original, "original");
   const GgufTensor& last = file->tensors().back();
-  other[static_cast<size_t>(last.offset + last.n_bytes - 1)] ^= std::byte{1};
+  other[size_t(last.offset + last.n_bytes - 1)] ^= std::byte{1};
   const TemporaryFile changed(other);
   EXPECT_NE(fingerprint(changed.path()), fingerprint(copy.path()));
   // The rotary setting is part of it.
@@ -186,7 +186,7 @@ TEST(Load, RefusesVocabulariesOnWhichLibllamaAborts) {
 TEST(Load, SurvivesAnyDamageToAHeader) {
   for (const char* name : {kModel, "gemma3_window11_listed"}) {
     const Contents whole = read_file(tiny_model(name));
-    const auto header = static_cast<uint32_t>((*GgufFile::parse(whole, "whole"))->data_offset());
+    const auto header = uint32_t((*GgufFile::parse(whole, "whole"))->data_offset());
     uint32_t state = 12345;
     const auto random = [&state](uint32_t below) {
       state = state * 1664525u + 1013904223u;

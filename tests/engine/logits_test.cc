@@ -51,7 +51,7 @@ TEST_P(Logits, OfSeveralSequencesInOneStepAreThoseOfEachAlone) {
   };
   std::vector<Stream> streams;
   for (int n : {90, 41, 17}) {
-    auto tokens = random_tokens(n, world.vocab_size(), static_cast<uint32_t>(n));
+    auto tokens = random_tokens(n, world.vocab_size(), uint32_t(n));
     const SequenceId id = world.start(tokens).id;
     streams.push_back({.tokens = std::move(tokens), .id = id, .at = 0, .logits = {}});
   }
@@ -69,10 +69,9 @@ TEST_P(Logits, OfSeveralSequencesInOneStepAreThoseOfEachAlone) {
     if (inputs.empty()) continue;
     auto out = world.engine->step(inputs);
     ASSERT_TRUE(out.ok()) << out.status().message();
-    const auto width = static_cast<size_t>(world.vocab_size());
+    const auto width = size_t(world.vocab_size());
     for (size_t i = 0; i < fed.size(); ++i) {
-      const auto rows =
-          out->logits.subspan(static_cast<size_t>(out->first_row[i]) * width, inputs[i].tokens.size() * width);
+      const auto rows = out->logits.subspan(size_t(out->first_row[i]) * width, inputs[i].tokens.size() * width);
       fed[i]->logits.insert(fed[i]->logits.end(), rows.begin(), rows.end());
     }
   }
@@ -98,9 +97,9 @@ TEST_P(Logits, AfterAPrefixHitAreThoseOfAColdStart) {
 
   const Started second = world.start(tokens);
   EXPECT_GE(second.reused, Tokens(64));
-  const auto reused = static_cast<size_t>(second.reused.n);
+  const auto reused = size_t(second.reused.n);
   const auto warm = world.feed(second.id, std::span(tokens).subspan(reused), {11, 4});
-  const auto expected = std::span(cold).subspan(reused * static_cast<size_t>(world.vocab_size()));
+  const auto expected = std::span(cold).subspan(reused * size_t(world.vocab_size()));
   EXPECT_LE(worst_error(warm, expected, world.vocab_size()), kTolerance);
   EXPECT_TRUE(world.engine->cache().verify().ok());
 }
@@ -118,7 +117,7 @@ TEST(Step, GivesTheLastRowOfEachInputUnlessAllAreAsked) {
   auto out = world.engine->step(inputs);
   ASSERT_TRUE(out.ok()) << out.status().message();
   EXPECT_EQ(out->first_row, (std::vector<int64_t>{0, 1}));
-  const auto width = static_cast<size_t>(world.vocab_size());
+  const auto width = size_t(world.vocab_size());
   ASSERT_EQ(out->logits.size(), 13 * width);
   EXPECT_LE(worst_error(out->logits.first(width), std::span(all).last(width), world.vocab_size()), kTolerance);
   EXPECT_LE(worst_error(out->logits.subspan(width), all, world.vocab_size()), kTolerance);
@@ -127,7 +126,7 @@ TEST(Step, GivesTheLastRowOfEachInputUnlessAllAreAsked) {
 TEST(Step, RefusesWhatGgmlWouldAbortOn) {
   World world(f32_options("d64_gqa3_tied"));
   const SequenceId id = world.start(std::vector<int32_t>{5}).id;
-  for (int32_t token : {-1, static_cast<int32_t>(world.vocab_size()), INT32_MAX, INT32_MIN}) {
+  for (int32_t token : {-1, int32_t(world.vocab_size()), INT32_MAX, INT32_MIN}) {
     const StepInput input{.sequence = id, .tokens = {&token, 1}};
     auto out = world.engine->step({&input, 1});
     ASSERT_FALSE(out.ok());

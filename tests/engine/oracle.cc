@@ -18,8 +18,8 @@ Oracle::Oracle(const std::string& path, const OracleOptions& options)
   model_.reset(llama_model_load_from_file(path.c_str(), model_params));
   if (!model_) throw std::runtime_error("libllama does not load " + path);
   auto params = llama_context_default_params();
-  params.n_ctx = static_cast<uint32_t>(options.context);
-  params.n_batch = params.n_ubatch = static_cast<uint32_t>(std::min(options.context, 512));
+  params.n_ctx = uint32_t(options.context);
+  params.n_batch = params.n_ubatch = uint32_t(std::min(options.context, 512));
   params.n_threads = params.n_threads_batch = options.threads;
   params.type_k = params.type_v = options.f16_kv ? GGML_TYPE_F16 : GGML_TYPE_F32;
   params.flash_attn_type = options.flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
@@ -32,15 +32,15 @@ Oracle::~Oracle() = default;
 
 std::vector<int32_t> Oracle::tokenize(const std::string& text) const {
   std::vector<int32_t> tokens(text.size() + 8);
-  const int n = llama_tokenize(llama_model_get_vocab(model_.get()), text.data(), static_cast<int32_t>(text.size()),
-                               tokens.data(), static_cast<int32_t>(tokens.size()), true, false);
-  tokens.resize(static_cast<size_t>(std::max(n, 0)));
+  const int n = llama_tokenize(llama_model_get_vocab(model_.get()), text.data(), int32_t(text.size()),
+                               tokens.data(), int32_t(tokens.size()), true, false);
+  tokens.resize(size_t(std::max(n, 0)));
   return tokens;
 }
 
 std::vector<float> Oracle::logits(std::span<const int32_t> tokens, int chunk) {
   std::vector<float> out;
-  out.reserve(tokens.size() * static_cast<size_t>(vocab_size_));
+  out.reserve(tokens.size() * size_t(vocab_size_));
   each_chunk(tokens, chunk, [&](std::span<const float> rows) { out.insert(out.end(), rows.begin(), rows.end()); });
   return out;
 }
@@ -49,11 +49,11 @@ void Oracle::each_chunk(std::span<const int32_t> tokens, int chunk,
                         const std::function<void(std::span<const float>)>& use) {
   llama_memory_clear(llama_get_memory(context_.get()), true);
   for (size_t at = 0; at < tokens.size();) {
-    const auto n = static_cast<int>(std::min(tokens.size() - at, static_cast<size_t>(chunk)));
+    const auto n = int(std::min(tokens.size() - at, size_t(chunk)));
     llama_batch batch = llama_batch_init(n, 0, 1);
     batch.n_tokens = n;
     for (int i = 0; i < n; ++i) {
-      batch.token[i] = tokens[at + static_cast<size_t>(i)];
+      batch.token[i] = tokens[at + size_t(i)];
       batch.pos[i] = static_cast<llama_pos>(at) + i;
       batch.n_seq_id[i] = 1;
       batch.seq_id[i][0] = 0;
@@ -62,24 +62,24 @@ void Oracle::each_chunk(std::span<const int32_t> tokens, int chunk,
     const int status = llama_decode(context_.get(), batch);
     llama_batch_free(batch);
     if (status != 0) throw std::runtime_error("llama_decode failed");
-    use({llama_get_logits(context_.get()), static_cast<size_t>(n * vocab_size_)});
-    at += static_cast<size_t>(n);
+    use({llama_get_logits(context_.get()), size_t(n * vocab_size_)});
+    at += size_t(n);
   }
 }
 
 double worst_error(std::span<const float> a, std::span<const float> b, int64_t width) {
   if (a.size() != b.size()) return INFINITY;
   double worst = 0;
-  for (size_t row = 0; row < b.size(); row += static_cast<size_t>(width)) {
+  for (size_t row = 0; row < b.size(); row += size_t(width)) {
     double sum = 0, squares = 0, error = 0;
-    for (size_t i = row; i < row + static_cast<size_t>(width); ++i) {
+    for (size_t i = row; i < row + size_t(width); ++i) {
       sum += b[i];
-      squares += static_cast<double>(b[i]) * b[i];
-      const double difference = std::fabs(static_cast<double>(a[i]) - b[i]);
+      squares += double(b[i]) * b[i];
+      const double difference = std::fabs(double(a[i]) - b[i]);
       if (!(difference <= error)) error = difference;  // NaN stays
     }
-    const double mean = sum / static_cast<double>(width);
-    const double deviation = std::sqrt(squares / static_cast<double>(width) - mean * mean);
+    const double mean = sum / double(width);
+    const double deviation = std::sqrt(squares / double(width) - mean * mean);
     if (!(error / deviation <= worst)) worst = error / deviation;
   }
   return worst;
@@ -90,8 +90,8 @@ int64_t argmax(std::span<const float> row) { return std::max_element(row.begin()
 double log_probability(std::span<const float> row, int32_t token) {
   const float most = *std::max_element(row.begin(), row.end());
   double sum = 0;
-  for (float x : row) sum += std::exp(static_cast<double>(x) - most);
-  return static_cast<double>(row[static_cast<size_t>(token)]) - most - std::log(sum);
+  for (float x : row) sum += std::exp(double(x) - most);
+  return double(row[size_t(token)]) - most - std::log(sum);
 }
 
 }  // namespace pagedkv::engine

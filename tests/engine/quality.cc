@@ -21,7 +21,7 @@ void expect_to_predict_as_well_as_libllama(const std::string& model, const std::
     return q;
   };
   const Quality plain = libllama(false), flash = libllama(true);
-  ASSERT_EQ(tokens.size(), static_cast<size_t>(kTokens)) << "the text is too short";
+  ASSERT_EQ(tokens.size(), size_t(kTokens)) << "the text is too short";
   World world({.model_path = model, .threads = 1});
   Quality ours(tokens, world.vocab_size());
   world.each_chunk(tokens, chunk, [&](std::span<const float> rows) { ours.add(rows); });

@@ -15,7 +15,7 @@ namespace pagedkv::engine {
 class Quality {
  public:
   // `tokens` must outlive it; `width` is the vocabulary's size.
-  Quality(std::span<const int32_t> tokens, int64_t width) : tokens_(tokens), width_(static_cast<size_t>(width)) {}
+  Quality(std::span<const int32_t> tokens, int64_t width) : tokens_(tokens), width_(size_t(width)) {}
 
   void add(std::span<const float> logits) {
     for (; !logits.empty(); logits = logits.subspan(width_)) {
@@ -28,21 +28,21 @@ class Quality {
   double perplexity() const {
     double sum = 0;
     for (double x : log_p_) sum -= x;
-    return std::exp(sum / static_cast<double>(log_p_.size()));
+    return std::exp(sum / double(log_p_.size()));
   }
 
   // Per cent of positions where both name the same next token.
   double agreement(const Quality& other) const {
     double same = 0;
     for (size_t i = 0; i < best_.size(); ++i) same += best_[i] == other.best_[i];
-    return 100 * same / static_cast<double>(best_.size());
+    return 100 * same / double(best_.size());
   }
 
   // Standard error of the mean difference in log-probability, which for small values is that of the perplexities'
   // ratio.
   double standard_error(const Quality& other) const {
     double sum = 0, squares = 0;
-    const auto n = static_cast<double>(log_p_.size());
+    const auto n = double(log_p_.size());
     for (size_t i = 0; i < log_p_.size(); ++i) {
       const double d = log_p_[i] - other.log_p_[i];
       sum += d;

@@ -16,8 +16,8 @@ namespace {
 int64_t rows_that_differ(std::span<const float> a, std::span<const float> b, int64_t width) {
   if (a.size() != b.size()) return -1;
   int64_t n = 0;
-  for (size_t at = 0; at < a.size(); at += static_cast<size_t>(width))
-    n += std::memcmp(a.data() + at, b.data() + at, static_cast<size_t>(width) * sizeof(float)) != 0;
+  for (size_t at = 0; at < a.size(); at += size_t(width))
+    n += std::memcmp(a.data() + at, b.data() + at, size_t(width) * sizeof(float)) != 0;
   return n;
 }
 
@@ -35,8 +35,8 @@ void expect_equal_bits(const EngineOptions& options, int n_tokens) {
   ASSERT_TRUE(world.engine->cache().release(first.id).ok());
   const Started second = world.start(tokens);
   EXPECT_GT(second.reused.n, 0);
-  const auto skipped = static_cast<size_t>(second.reused.n * width);
-  const auto warm = world.feed(second.id, std::span(tokens).subspan(static_cast<size_t>(second.reused.n)), {4});
+  const auto skipped = size_t(second.reused.n * width);
+  const auto warm = world.feed(second.id, std::span(tokens).subspan(size_t(second.reused.n)), {4});
   EXPECT_EQ(rows_that_differ(warm, std::span(cold).subspan(skipped), width), 0) << "after a hit";
 
   // A fork of all but the last token, stepped in a batch with its parent and a stranger.
@@ -52,10 +52,8 @@ void expect_equal_bits(const EngineOptions& options, int n_tokens) {
   auto out = world.engine->step(inputs);
   ASSERT_TRUE(out.ok()) << out.status().message();
   for (const int input : {1, 2}) {
-    const auto row = out->logits.subspan(static_cast<size_t>(out->first_row[static_cast<size_t>(input)] * width),
-                                         static_cast<size_t>(width));
-    EXPECT_EQ(rows_that_differ(row, std::span(cold).last(static_cast<size_t>(width)), width), 0)
-        << "input " << input;
+    const auto row = out->logits.subspan(size_t(out->first_row[size_t(input)] * width), size_t(width));
+    EXPECT_EQ(rows_that_differ(row, std::span(cold).last(size_t(width)), width), 0) << "input " << input;
   }
 }
 

@@ -61,7 +61,7 @@ TEST(WeightTypes, GiveLibllamasLogitsAndReproducibleOnes) {
   ggml_cpu_init();
   int n_types = 0;
   for (int i = 0; i < GGML_TYPE_COUNT; ++i) {
-    const auto type = static_cast<ggml_type>(i);
+    const auto type = ggml_type(i);
     const bool float_type = type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_BF16;
     if (ggml_blck_size(type) == 0 || !ggml_get_type_traits_cpu(type)->vec_dot) continue;
     if (!float_type && (!ggml_is_quantized(type) || ggml_quantize_requires_imatrix(type))) continue;

@@ -77,7 +77,7 @@ TEST(Window, TruncateAtItsEdgeKeepsTheLogitsOrIsRefusedAndChangesNothing) {
     World world(options_for(tiny_model(kModel), block_size));
     Cache& cache = world.engine->cache();
     const auto tokens = random_tokens(100, world.vocab_size(), 3), tail = random_tokens(24, world.vocab_size(), 4);
-    const auto width = static_cast<size_t>(world.vocab_size());
+    const auto width = size_t(world.vocab_size());
     const SequenceId first = world.start(tokens).id;
     world.feed(first, tokens, {37, 8});
     // The token at 100 sees 93 and later: the block of 93 is the first that is still held.
@@ -91,10 +91,10 @@ TEST(Window, TruncateAtItsEdgeKeepsTheLogitsOrIsRefusedAndChangesNothing) {
         EXPECT_EQ(s.code(), Code::kInvalidArgument);
         EXPECT_EQ(cache.length(*fork)->n, 100);
       }
-      const size_t now = s.ok() ? static_cast<size_t>(length) : 100;
+      const size_t now = s.ok() ? size_t(length) : 100;
       const auto whole = joined(std::span(tokens).first(now), tail);
       const auto found = world.feed(*fork, tail, {1, 5, 9});
-      const auto fresh = world.logits(whole, {static_cast<int>(whole.size())});
+      const auto fresh = world.logits(whole, {int(whole.size())});
       EXPECT_LE(worst_error(found, std::span(fresh).subspan(now * width), world.vocab_size()), kTolerance)
           << "truncated to " << length << (s.ok() ? "" : ", refused");
       ASSERT_TRUE(cache.verify().ok()) << cache.verify().message();
@@ -107,7 +107,7 @@ TEST(Window, ForksGoTheirOwnWayAcrossIt) {
   World world(options_for(tiny_model(kModel)));
   Cache& cache = world.engine->cache();
   const auto tokens = random_tokens(61, world.vocab_size(), 5);
-  const auto width = static_cast<size_t>(world.vocab_size());
+  const auto width = size_t(world.vocab_size());
   const SequenceId first = world.start(tokens).id;
   world.feed(first, tokens, {20});
   const SequenceId second = *cache.fork(first);
@@ -115,7 +115,7 @@ TEST(Window, ForksGoTheirOwnWayAcrossIt) {
     const auto tail = random_tokens(30, world.vocab_size(), id == first ? 6 : 7);
     const auto found = world.feed(id, tail, {1, 1, 1, 6});
     const auto whole = joined(tokens, tail);
-    const auto fresh = world.logits(whole, {static_cast<int>(whole.size())});
+    const auto fresh = world.logits(whole, {int(whole.size())});
     EXPECT_LE(worst_error(found, std::span(fresh).subspan(61 * width), world.vocab_size()), kTolerance);
     EXPECT_TRUE(cache.verify().ok());
   }
@@ -189,7 +189,7 @@ TEST(Families, RefuseWindowsAndSoftcapsOutOfRange) {
   // The list's length stands behind its key, the array's type and that of its elements.
   constexpr std::string_view kList = "gemma3.attention.sliding_window_pattern";
   Contents file = read_file(tiny_model("gemma3_window11_listed"));
-  overwrite<uint32_t>(file, find_in(file, kList) + kList.size() + 4, static_cast<uint32_t>(GgufType::kI8));
+  overwrite<uint32_t>(file, find_in(file, kList) + kList.size() + 4, uint32_t(GgufType::kI8));
   const TemporaryFile changed(file);
   expect_refused(read_model_info(changed.path()).status(), Code::kCorrupt, "array of bool, u32 or i32");
 }

@@ -20,8 +20,8 @@ namespace pagedkv::engine {
 // Any tokens do: the models are random. 3 and above are neither control tokens nor ends.
 inline std::vector<int32_t> random_tokens(int n, int64_t vocab_size, uint32_t seed) {
   std::mt19937 random(seed);
-  std::vector<int32_t> tokens(static_cast<size_t>(n));
-  for (int32_t& t : tokens) t = 3 + static_cast<int32_t>(random() % static_cast<uint32_t>(vocab_size - 3));
+  std::vector<int32_t> tokens(size_t(n));
+  for (int32_t& t : tokens) t = 3 + int32_t(random() % uint32_t(vocab_size - 3));
   return tokens;
 }
 
@@ -45,7 +45,7 @@ class World {
     std::vector<float> out;
     size_t turn = 0;
     for (size_t at = 0; at < tokens.size();) {
-      const size_t n = std::min(tokens.size() - at, static_cast<size_t>(chunks[turn]));
+      const size_t n = std::min(tokens.size() - at, size_t(chunks[turn]));
       const StepInput input{.sequence = sequence, .tokens = tokens.subspan(at, n), .all_logits = true};
       auto result = engine->step({&input, 1});
       if (!result.ok()) throw std::runtime_error(result.status().message());
@@ -72,7 +72,7 @@ class World {
     auto started = engine->cache().start(tokens, {.name_space = {}, .reuse = false, .store = false});
     if (!started.ok()) throw std::runtime_error(started.status().message());
     while (!tokens.empty()) {
-      const auto now = tokens.first(std::min(tokens.size(), static_cast<size_t>(chunk)));
+      const auto now = tokens.first(std::min(tokens.size(), size_t(chunk)));
       use(feed(started->id, now, {chunk}));
       tokens = tokens.subspan(now.size());
     }

@@ -38,7 +38,7 @@ void read_tensors(const GgufFile& file) {
     require(file.tensor(tensor.name) == &tensor);
     require(tensor.offset >= file.data_offset() && tensor.offset % file.alignment() == 0 && tensor.n_bytes > 0);
     const std::span<const std::byte> data = file.data(tensor);
-    require(inside(data, file.bytes()) && static_cast<int64_t>(data.size()) == tensor.n_bytes);
+    require(inside(data, file.bytes()) && int64_t(data.size()) == tensor.n_bytes);
     (void)pagedkv::engine::shape_text(tensor.ne);
   }
 }

@@ -51,7 +51,7 @@ void expect_spelled(const Text& text, const std::string& plain) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   const Text& text = vocabulary(data.ConsumeIntegralInRange<size_t>(0, 2));
-  const auto vocab = static_cast<size_t>(text.vocab_size());
+  const auto vocab = size_t(text.vocab_size());
   SamplingOptions options{.temperature = data.ConsumeFloatingPointInRange(-1.0f, 3.0f),
                           .top_k = data.ConsumeIntegralInRange(-1, 400),
                           .top_p = data.ConsumeFloatingPointInRange(-0.1f, 1.1f),
@@ -62,7 +62,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
                           .presence_penalty = data.ConsumeFloatingPointInRange(-2.1f, 2.1f),
                           .frequency_penalty = data.ConsumeFloatingPointInRange(-2.1f, 2.1f)};
   for (int n = data.ConsumeIntegralInRange(0, 4); n > 0; --n) {
-    const int32_t token = data.ConsumeIntegralInRange<int32_t>(-1, static_cast<int32_t>(vocab));
+    const int32_t token = data.ConsumeIntegralInRange<int32_t>(-1, int32_t(vocab));
     options.logit_bias.emplace_back(token, data.ConsumeFloatingPointInRange(-101.0f, 101.0f));
   }
   const bool with_grammar = data.ConsumeBool();
@@ -88,14 +88,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   require(!with_grammar || rest.empty() || follows != nullptr);
   std::vector<float> logits(vocab);
   for (int step = 0; step < kSteps; ++step) {
-    for (float& logit : logits) logit = static_cast<float>(random() % 2000) / 100 - 10;
+    for (float& logit : logits) logit = float(random() % 2000) / 100 - 10;
     if (random() % 8 == 0) logits[random() % vocab] = odd;
     const auto token = (*sampler)->sample(logits);
     if (!token.ok()) {
       require(token.status().code() == Code::kInvalidArgument || token.status().code() == Code::kNotFinite);
       break;
     }
-    require(*token >= 0 && static_cast<size_t>(*token) < vocab);
+    require(*token >= 0 && size_t(*token) < vocab);
     if (!follows) continue;
     if (text.is_end(*token)) {
       require(follows->complete());

@@ -71,13 +71,13 @@ TEST(PlanWork, RunsBehindTheWindowAreNotVisited) {
 
 // Units of an item and a KV head go to the part in whose share of the cost their middle lies (attend).
 double largest_part_over_mean(const Plan& plan, int64_t kv_heads, int parts) {
-  std::vector<int64_t> costs(static_cast<size_t>(parts), 0);
+  std::vector<int64_t> costs(size_t(parts), 0);
   for (const kernels::WorkItem& item : plan.work.items) {
     for (int64_t head = 0; head < kv_heads; ++head) {
       const int64_t twice_middle = 2 * (item.cost_before + item.cost * head) + item.cost;
       int part = 0;
       while (2 * (plan.work.total_cost * (part + 1) / parts) <= twice_middle) ++part;
-      costs[static_cast<size_t>(part)] += item.cost;
+      costs[size_t(part)] += item.cost;
     }
   }
   const int64_t largest = *std::max_element(costs.begin(), costs.end());

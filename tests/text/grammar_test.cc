@@ -152,8 +152,7 @@ TEST(Grammar, TheTokensThatFitAreThoseThatFitOneByOne) {
                                      "\xA9", "\xF0\x9F", "\xFF", "{",  "\"",  "}"};
   for (int i = 0; i < 500; ++i) {
     std::string piece;
-    for (int n = static_cast<int>(random() % 5) + 1; n > 0; --n)
-      piece += "ab{}\":, 01\xC3\xA9\xE4\xBD\xA0"[random() % 16];
+    for (int n = int(random() % 5) + 1; n > 0; --n) piece += "ab{}\":, 01\xC3\xA9\xE4\xBD\xA0"[random() % 16];
     pieces.push_back(piece);
   }
   const SortedPieces sorted(pieces);
@@ -168,12 +167,12 @@ TEST(Grammar, TheTokensThatFitAreThoseThatFitOneByOne) {
     for (int step = 0; step < 40; ++step) {
       std::set<int32_t> expected;
       for (size_t token = 0; token < pieces.size(); ++token)
-        if (state.fits(pieces[token])) expected.insert(static_cast<int32_t>(token));
+        if (state.fits(pieces[token])) expected.insert(int32_t(token));
       const auto found = state.fitting(sorted);
       ASSERT_EQ(std::set<int32_t>(found.begin(), found.end()), expected) << gbnf << " at step " << step;
       ASSERT_EQ(found.size(), expected.size());
       if (found.empty()) break;
-      ASSERT_TRUE(state.advance(pieces[static_cast<size_t>(found[random() % found.size()])]));
+      ASSERT_TRUE(state.advance(pieces[size_t(found[random() % found.size()])]));
     }
   }
 }

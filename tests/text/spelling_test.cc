@@ -59,8 +59,8 @@ struct Script {
   std::vector<int32_t> tokens;
   size_t at = 0;
   std::vector<float> next(int64_t vocabulary) {
-    std::vector<float> logits(static_cast<size_t>(vocabulary));
-    if (at < tokens.size()) logits[static_cast<size_t>(tokens[at++])] = 10;
+    std::vector<float> logits(size_t(vocabulary));
+    if (at < tokens.size()) logits[size_t(tokens[at++])] = 10;
     return logits;
   }
 };
@@ -87,7 +87,7 @@ TEST(Spelling, AnAnswerThatIsATextOfItsOwnDoesNotBeginWithTheVocabulariesSpace) 
   EXPECT_EQ(answer_of(*load("bpe_few_bytes"), prompt, " a", true), " a");
 }
 
-std::vector<float> flat(const Text& text) { return std::vector<float>(static_cast<size_t>(text.vocab_size())); }
+std::vector<float> flat(const Text& text) { return std::vector<float>(size_t(text.vocab_size())); }
 
 // From issue to test: what libllama answered with an exception or an abort ends as a Status.
 TEST(Sampling, AGrammarThatTheVocabularyCannotGoOnWithIsAnError) {

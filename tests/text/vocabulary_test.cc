@@ -142,7 +142,7 @@ TEST_F(Vocabulary, TheRepeatPenaltyForgetsWhatIsTooLongAgo) {
 TEST_F(Vocabulary, TheSameSeedDrawsTheSameTokens) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal(0, 3);
-  std::vector<float> logits(static_cast<size_t>(text->vocab_size()));
+  std::vector<float> logits(size_t(text->vocab_size()));
   for (float& logit : logits) logit = normal(random);
   const auto drawn = [&](uint64_t seed) {
     auto sampler = text->make_sampler({.temperature = 1, .repeat_penalty = 1.2f, .seed = seed});
@@ -184,7 +184,7 @@ TEST_F(Vocabulary, SamplingEqualsLibllamasChain) {
        {llama_sampler_init_penalties(kVocabulary, kOptions.repeat_last_n, kOptions.repeat_penalty, 0, 0),
         llama_sampler_init_top_k(kOptions.top_k), llama_sampler_init_top_p(kOptions.top_p, 1),
         llama_sampler_init_min_p(kOptions.min_p, 1), llama_sampler_init_temp(kOptions.temperature),
-        llama_sampler_init_dist(static_cast<uint32_t>(kOptions.seed))})
+        llama_sampler_init_dist(uint32_t(kOptions.seed))})
     llama_sampler_chain_add(chain, sampler);
 
   std::mt19937 random(3);
@@ -193,7 +193,7 @@ TEST_F(Vocabulary, SamplingEqualsLibllamasChain) {
     std::vector<float> logits(kVocabulary);
     for (float& logit : logits) logit = normal(random);
     std::vector<llama_token_data> candidates;
-    for (int i = 0; i < kVocabulary; ++i) candidates.push_back({i, logits[static_cast<size_t>(i)], 0});
+    for (int i = 0; i < kVocabulary; ++i) candidates.push_back({i, logits[size_t(i)], 0});
     llama_token_data_array array{candidates.data(), candidates.size(), -1, false};
     llama_sampler_apply(chain, &array);
     const int32_t theirs = array.data[array.selected].id;
