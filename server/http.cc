@@ -39,7 +39,8 @@ using asio::ip::tcp;
 using boost::system::error_code;
 using namespace asio::experimental::awaitable_operators;  // NOLINT: `a || b` on awaitables
 
-constexpr int kWorkers = 2;  // threads that parse and tokenize
+constexpr int kWorkers = 2;  // threads that parse and tokenize bodies of usual length
+constexpr size_t kLongBody = 64 << 10;
 constexpr auto kPeekAgain = std::chrono::seconds(1);
 
 // Errors as values: what a client does is no exception.
@@ -88,6 +89,7 @@ class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<
   }
   void finish() override { push("0\r\n\r\n", true); }
   void defer(std::function<void()> work) override { asio::post(io_, std::move(work)); }
+  bool gone() const override { return gone_; }
   void on_gone(std::function<void()> gone) override {
     asio::post(io_, [self = shared_from_this(), gone = std::move(gone)]() mutable {
       if (self->gone_) {
@@ -158,7 +160,8 @@ class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<
   const bool keep_alive_, head_only_;
   asio::steady_timer wake_;
   std::string outbox_;
-  bool complete_ = false, gone_ = false, overflowed_ = false;
+  bool complete_ = false, overflowed_ = false;
+  std::atomic<bool> gone_{false};
   std::function<void()> on_gone_;
   std::function<void()> cut_off_ = [] {};
 };
@@ -193,8 +196,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
 class ServerImpl final : public HttpServer {
  public:
   ServerImpl(const HttpOptions& options, Handler handler)
-      : options_(options), handler_(std::move(handler)), io_(1), acceptor_(io_), workers_(kWorkers) {}
-  ~ServerImpl() override { workers_.join(); }
+      : options_(options), handler_(std::move(handler)), io_(1), acceptor_(io_) {}
+  ~ServerImpl() override { join_workers(); }
 
   Status bind() {
     error_code error;
@@ -240,7 +243,7 @@ class ServerImpl final : public HttpServer {
         asio::detached);
     auto keep = asio::make_work_guard(io_);
     io_.run();
-    workers_.join();  // what they are at ends now: nothing of a request runs after this
+    join_workers();  // what they are at ends now: nothing of a request runs after this
   }
 
   void stop_accepting() override {
@@ -277,10 +280,17 @@ class ServerImpl final : public HttpServer {
   Counters& counters() { return counters_; }
   asio::io_context& io() { return io_; }
   void handle(std::shared_ptr<ExchangeImpl> exchange) {
-    asio::post(workers_, [this, exchange = std::move(exchange)] { handler_(exchange); });
+    const size_t size = exchange->request().body.size();
+    asio::thread_pool& lane = size == 0 ? bodiless_ : size <= kLongBody ? workers_ : long_bodies_;
+    asio::post(lane, [this, exchange = std::move(exchange)] {
+      if (!exchange->gone()) handler_(exchange);
+    });
   }
 
  private:
+  void join_workers() {
+    for (asio::thread_pool* lane : {&bodiless_, &workers_, &long_bodies_}) lane->join();
+  }
   asio::awaitable<void> accept() {
     for (;;) {
       auto [error, socket] = co_await acceptor_.async_accept(kTuple);
@@ -316,7 +326,7 @@ class ServerImpl final : public HttpServer {
   Handler handler_;
   asio::io_context io_;
   tcp::acceptor acceptor_;
-  asio::thread_pool workers_;
+  asio::thread_pool bodiless_{1}, workers_{kWorkers}, long_bodies_{1};
   std::unordered_set<std::shared_ptr<Connection>> connections_;  // the I/O thread's
   Counters counters_;
 };

@@ -63,6 +63,8 @@ class Exchange {
   // Called once, on the I/O thread, when the client went away or was cut off before the answer was complete. Set it
   // before the answer begins; it is called at once when that has happened already.
   virtual void on_gone(std::function<void()> gone) = 0;
+  // The same, to be asked now and then by whoever works for long.
+  virtual bool gone() const = 0;
 };
 
 struct HttpFigures {
@@ -77,8 +79,9 @@ struct HttpFigures {
 class HttpServer {
  public:
   using Handler = std::function<void(std::shared_ptr<Exchange>)>;
-  // Binds. `handler` is called on one of a few worker threads, so that it may parse and tokenize.
-  // Errors: kInvalidArgument (host), kUnavailable (the port is taken, no permission).
+  // Binds. `handler` is called on worker threads, so that it may parse and tokenize. What comes without a body has
+  // a thread to itself, and so have long bodies: neither waits behind them. Errors: kInvalidArgument (host),
+  // kUnavailable (the port is taken, no permission).
   static Result<std::unique_ptr<HttpServer>> bind(const HttpOptions& options, Handler handler);
   virtual ~HttpServer() = default;
   virtual int port() const = 0;

@@ -151,7 +151,7 @@ std::optional<ApiError> Service::not_ready() const {
 void Service::complete(const std::shared_ptr<Exchange>& exchange, Endpoint endpoint) {
   if (const auto error = not_ready()) return refuse(exchange, *error);
   std::string body = exchange->take_body();
-  auto request = read_completion(endpoint, body, text(), limits_);
+  auto request = read_completion(endpoint, body, text(), limits_, [&] { return exchange->gone(); });
   if (!options_.log_prompts) body.clear();
   if (!request.ok()) return refuse(exchange, request.error());
   char id[48];
