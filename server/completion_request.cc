@@ -210,7 +210,10 @@ void read_answer(Fields& fields, const RequestLimits& limits, engine::ServeReque
   request.n = fields.whole("n", 1, limits.max_choices).value_or(1);
   constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
   const auto max_tokens = fields.whole("max_tokens", 1, kAny);
-  const auto max_completion_tokens = fields.whole("max_completion_tokens", 1, kAny);
+  auto max_completion_tokens = fields.whole("max_completion_tokens", 1, kAny);
+  // llama.cpp's word for it; -1: no limit.
+  if (const auto n = fields.whole("n_predict", -1, kAny); n && *n > 0 && !max_completion_tokens)
+    max_completion_tokens = n;
   request.answer.max_tokens =
       Tokens(max_completion_tokens ? *max_completion_tokens : max_tokens.value_or(limits.max_tokens.n));
   request.answer.ignore_end = fields.boolean("ignore_eos", false);
@@ -228,6 +231,60 @@ void read_stream(Fields& fields, std::optional<ApiError>& error, CompletionReque
   for (const std::string& name : inner.rest()) out.ignored.push_back(name);
 }
 
+// Fields of other servers' that change the answer, and are not obeyed here.
+void refuse_constraints(Fields& fields) {
+  const auto is_off = [](const Json& value) {
+    return value.empty() || value == 0 || value == false || value == "";
+  };
+  for (const char* name : {"guided_json",
+                           "guided_regex",
+                           "guided_choice",
+                           "guided_grammar",
+                           "structured_outputs",
+                           "json_schema",
+                           "grammar",
+                           "grammar_lazy",
+                           "min_tokens",
+                           "stop_token_ids",
+                           "bad_words",
+                           "allowed_token_ids",
+                           "logits_processors",
+                           "use_beam_search",
+                           "prompt_logprobs",
+                           "truncate_prompt_tokens",
+                           "include_stop_str_in_output",
+                           "chat_template",
+                           "chat_template_kwargs",
+                           "continue_final_message",
+                           "documents",
+                           "input_prefix",
+                           "input_suffix",
+                           "mirostat",
+                           "dry_multiplier",
+                           "xtc_probability",
+                           "n_probs",
+                           "samplers"}) {
+    fields.unsupported(name, "this server would not obey it; leave the field out (schemas: response_format)",
+                       is_off);
+  }
+  const auto is_one = [](const Json& value) { return value == 1; };
+  fields.unsupported("length_penalty", "this server has none", is_one);
+  fields.unsupported("typical_p", "this server has none", is_one);
+  fields.unsupported("skip_special_tokens", "special tokens are never shown",
+                     [](const Json& value) { return value == true; });
+  fields.unsupported("add_generation_prompt", "the prompt always ends with the assistant's turn",
+                     [](const Json& value) { return value == true; });
+}
+
+// What clients and routers send along and nobody counts on: it changes no answer, and is not told as ignored.
+void pass_over(Fields& fields) {
+  for (const char* name :
+       {"metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+        "safety_identifier", "cache_prompt", "id_slot", "guided_decoding_backend", "provider", "route",
+        "transforms", "plugins", "usage", "litellm_metadata", "litellm_session_id"})
+    fields.find(name);
+}
+
 // What a client counts on and would not get.
 void refuse_unsupported(Fields& fields, Endpoint endpoint, int64_t n) {
   const auto is_empty = [](const Json& value) { return value.empty(); };
@@ -239,6 +296,8 @@ void refuse_unsupported(Fields& fields, Endpoint endpoint, int64_t n) {
   fields.unsupported("modalities", "this server answers with text only",
                      [](const Json& value) { return value == Json::array({"text"}); });
   fields.unsupported("audio", "this server answers with text only", is_empty);
+  refuse_constraints(fields);
+  pass_over(fields);
   if (endpoint == Endpoint::kChat) return;
   fields.unsupported("echo", "this server does not repeat the prompt",
                      [](const Json& value) { return value == false; });
