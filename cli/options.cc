@@ -375,6 +375,15 @@ void add_serve_options(CLI::App& command, ServeOptions& options) {
         options.server.cors_origin = word;
         return Status();
       });
+  add(command, "--allowed-host", "NAME",
+      "a further name by which clients may call the server, such as box.example.org; may be repeated; *: any. "
+      "Default: localhost, addresses of this machine, --host",
+      [&options](const std::string& word) {
+        if (word.empty() || word.find_first_of("\r\n /") != std::string::npos)
+          return invalid_argument(fmt::format("\"{}\" is no host's name", word));
+        options.server.allowed_hosts.push_back(word);
+        return Status();
+      });
   add(command, "--max-connections", "N", "connections that may be open, 1 to 1000000, default 4096; more get 503",
       whole(1, 1000000, [&http](int64_t n) { http.max_connections = n; }));
   add(command, "--max-body", "SIZE",

@@ -6,6 +6,7 @@
 #include <array>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -132,6 +133,8 @@ class LlamaText final : public Text, public Vocabulary {
     find_missing_bytes();
     for (int32_t token = 0; token < llama_vocab_n_tokens(vocab_); ++token) {
       if (llama_vocab_is_eog(vocab_, token)) end_tokens_.push_back(token);
+      longest_piece_ = std::max({longest_piece_, std::ssize(piece(token)),
+                                 std::ssize(std::string_view(llama_vocab_get_text(vocab_, token)))});
       if (!(llama_vocab_get_attr(vocab_, token) & (LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_UNKNOWN))) continue;
       std::string text = llama_vocab_get_text(vocab_, token);
       if (text.empty()) continue;
@@ -194,6 +197,8 @@ class LlamaText final : public Text, public Vocabulary {
   bool has_space_prefix() const override { return has_space_prefix_; }
 
   const std::vector<int32_t>& end_tokens() const override { return end_tokens_; }
+
+  int64_t longest_piece() const override { return longest_piece_; }
 
   const SortedPieces& sorted_pieces() const override {
     std::call_once(pieces_once_, [this] {
@@ -380,6 +385,31 @@ class LlamaText final : public Text, public Vocabulary {
     return {text.size(), -1, 0};
   }
 
+  // Where a message goes in a rendered template.
+  struct Place {
+    size_t begin, end, message;
+    bool trim;
+  };
+  // In one pass, for a conversation of any length: placeholders are the only numbers between two \x01.
+  static std::vector<Place> find_places(std::string_view rendered) {
+    std::vector<Place> places;
+    for (size_t at = 0; (at = rendered.find('\x01', at)) != std::string_view::npos;) {
+      const size_t end = rendered.find('\x01', at + 1);
+      if (end == std::string_view::npos) break;
+      size_t message = 0;
+      const auto [stop, error] = std::from_chars(&rendered[at] + 1, &rendered[end], message);
+      if (error != std::errc() || stop != &rendered[end]) {
+        at = end;
+        continue;
+      }
+      const bool whole =
+          at > 0 && rendered[at - 1] == '\v' && end + 1 < rendered.size() && rendered[end + 1] == '\v';
+      places.push_back({at - whole, end + 1 + whole, message, !whole});
+      at = end + 1;
+    }
+    return places;
+  }
+
   // Renders the template with a placeholder for each message, then cuts it at the placeholders: what a message says
   // never passes through the template, so it can neither end its turn nor begin another. The vertical tabs around
   // a placeholder tell whether the template trims messages.
@@ -393,10 +423,8 @@ class LlamaText final : public Text, public Vocabulary {
                                 "\"; allowed are system, user, assistant");
     }
 
-    const auto mark = [](size_t i) { return std::string("\x01").append(std::to_string(i)).append("\x01"); };
     std::vector<std::string> placeholders;
-    for (size_t i = 0; i < messages.size(); ++i)
-      placeholders.push_back(std::string("\v").append(mark(i)).append("\v"));
+    for (size_t i = 0; i < messages.size(); ++i) placeholders.push_back("\v\x01" + std::to_string(i) + "\x01\v");
     std::vector<llama_chat_message> chat;
     for (size_t i = 0; i < messages.size(); ++i)
       chat.push_back({messages[i].role.c_str(), placeholders[i].c_str()});
@@ -414,21 +442,14 @@ class LlamaText final : public Text, public Vocabulary {
       if (whole) break;
     }
 
-    struct Place {
-      size_t begin, end, message;
-      bool trim;
-    };
-    std::vector<Place> places;
-    for (size_t i = 0; i < messages.size(); ++i) {
-      size_t at = rendered.find(placeholders[i]);
-      const bool trim = at == std::string::npos;
-      if (trim) at = rendered.find(mark(i));
-      if (at == std::string::npos)
-        return Status(Code::kUnsupported, "[chat template] the model's template has no place for message " +
-                                              std::to_string(i) + " (" + messages[i].role + ")");
-      places.push_back({at, at + (trim ? mark(i) : placeholders[i]).size(), i, trim});
+    const std::vector<Place> places = find_places(rendered);
+    std::vector<bool> has_place(messages.size());
+    for (const Place& place : places) has_place[place.message] = true;
+    if (const auto lost = std::find(has_place.begin(), has_place.end(), false); lost != has_place.end()) {
+      const auto i = static_cast<size_t>(lost - has_place.begin());
+      return Status(Code::kUnsupported, "[chat template] the model's template has no place for message " +
+                                            std::to_string(i) + " (" + messages[i].role + ")");
     }
-    std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) { return a.begin < b.begin; });
     std::vector<PromptPart> parts;
     size_t at = 0;
     for (const Place& place : places) {
@@ -447,6 +468,7 @@ class LlamaText final : public Text, public Vocabulary {
   std::optional<std::string> chat_template_;
   std::optional<std::string> default_system_;
   bool has_space_prefix_ = false;
+  int64_t longest_piece_ = 1;
   std::array<bool, 256> missing_{};  // bytes that no token stands for
   std::vector<int32_t> end_tokens_;
   mutable std::once_flag pieces_once_;

@@ -67,6 +67,8 @@ class Text {
                                                 bool parse_special) const = 0;
   // The bytes of one token: possibly a part of a UTF-8 character. Control tokens give "".
   virtual std::string piece(int32_t token) const = 0;
+  // Bytes of a text that one token stands for at most. A text of n bytes has n / longest_piece() tokens at least.
+  virtual int64_t longest_piece() const = 0;
   // The text of tokens in a row: the reverse of tokenize, without the space that some vocabularies put in front of
   // a text. Bytes that are no characters are kept.
   std::string spell(std::span<const int32_t> tokens) const;

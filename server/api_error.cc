@@ -6,10 +6,22 @@ namespace pagedkv::server {
 
 using nlohmann::ordered_json;
 
+namespace {
+
+constexpr size_t kMaxMessage = 1000, kMaxParam = 200;  // bytes: no client gets its own body back
+
+std::string shortened(const std::string& text, size_t most) {
+  return text.size() <= most ? text : text.substr(0, most - 3) + "...";
+}
+
+}  // namespace
+
 std::string error_json(const ApiError& error) {
-  const auto or_null = [](const std::string& text) { return text.empty() ? ordered_json() : ordered_json(text); };
+  const auto or_null = [](const std::string& text) {
+    return text.empty() ? ordered_json() : ordered_json(shortened(text, kMaxParam));
+  };
   const ordered_json body = {{"error",
-                              {{"message", error.message},
+                              {{"message", shortened(error.message, kMaxMessage)},
                                {"type", error.type},
                                {"param", or_null(error.param)},
                                {"code", or_null(error.code)}}}};
@@ -17,7 +29,8 @@ std::string error_json(const ApiError& error) {
 }
 
 HttpReply error_reply(const ApiError& error) {
-  HttpReply reply{.status = error.status, .body = error_json(error)};
+  HttpReply reply{
+      .status = error.status, .body = error_json(error), .reason = shortened(error.message, kMaxMessage)};
   if (error.status == 429 || error.status == 503) reply.headers.emplace_back("Retry-After", "1");
   if (error.status == 401) reply.headers.emplace_back("WWW-Authenticate", "Bearer");
   return reply;

@@ -122,9 +122,12 @@ int CompletionJob::finish() {
   const ApiError error = failed_.ok() ? ApiError{.status = 200} : api_error(failed_);
   if (!begun_) {
     service_.reply(exchange_, error_reply(error));
-  } else {
-    exchange_->send(failed_.ok() ? reply_.last_events(usage_) : CompletionReply::error_events(error));
+  } else if (failed_.ok()) {
+    exchange_->send(reply_.last_events(usage_));
     exchange_->finish();
+  } else {
+    exchange_->send(CompletionReply::error_event(error));
+    exchange_->abandon();
   }
   return error.status;
 }

@@ -1,6 +1,9 @@
 #include "server/completion_reply.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstdio>
+#include <string_view>
 #include <utility>
 
 #include "server/json_body.h"
@@ -32,7 +35,23 @@ OrderedJson chat_logprobs(const std::vector<ScoredToken>& tokens, const engine::
   return {{"content", std::move(content)}, {"refusal", nullptr}};
 }
 
-// The older form: parallel lists.
+bool is_character_begin(char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; }
+
+int64_t n_characters(std::string_view text) { return std::count_if(text.begin(), text.end(), is_character_begin); }
+
+// A token's name in the older form. Pieces that are no whole characters would all become the same one in JSON.
+std::string name_of(const std::string& piece) {
+  if (engine::find_invalid_utf8(piece) < 0) return piece;
+  std::string name = "bytes:";
+  for (const unsigned char c : piece) {
+    char byte[8];
+    std::snprintf(byte, sizeof byte, "\\x%02x", c);
+    name += byte;
+  }
+  return name;
+}
+
+// The older form: parallel lists. offset: of the first token, in characters.
 OrderedJson legacy_logprobs(const std::vector<ScoredToken>& tokens, int64_t offset, const engine::Text& text) {
   OrderedJson out = {{"tokens", OrderedJson::array()},
                      {"token_logprobs", OrderedJson::array()},
@@ -40,14 +59,15 @@ OrderedJson legacy_logprobs(const std::vector<ScoredToken>& tokens, int64_t offs
                      {"text_offset", OrderedJson::array()}};
   for (const ScoredToken& token : tokens) {
     const std::string piece = text.piece(token.drawn.token);
-    out["tokens"].push_back(piece);
+    out["tokens"].push_back(name_of(piece));
     out["token_logprobs"].push_back(finite(token.drawn.logprob));
     OrderedJson top = OrderedJson::object();
     for (const TokenScore& score : token.top)
-      if (const std::string name = text.piece(score.token); !top.contains(name)) top[name] = finite(score.logprob);
+      if (const std::string name = name_of(text.piece(score.token)); !top.contains(name))
+        top[name] = finite(score.logprob);
     out["top_logprobs"].push_back(std::move(top));
     out["text_offset"].push_back(offset);
-    offset += std::ssize(piece);
+    offset += n_characters(piece);
   }
   return out;
 }
@@ -103,7 +123,8 @@ std::string CompletionReply::events(const engine::Delta& delta) {
   if (logprobs_ && !delta.tokens.empty()) {
     logprobs = dump(endpoint_ == Endpoint::kChat ? chat_logprobs(delta.tokens, text_)
                                                  : legacy_logprobs(delta.tokens, choice.text_offset, text_));
-    for (const ScoredToken& token : delta.tokens) choice.text_offset += std::ssize(text_.piece(token.drawn.token));
+    for (const ScoredToken& token : delta.tokens)
+      choice.text_offset += n_characters(text_.piece(token.drawn.token));
   }
   if (!delta.text.empty() || logprobs != "null") {
     const std::string text = dump(delta.text);
@@ -134,9 +155,7 @@ std::string CompletionReply::last_events(const engine::Usage& usage) const {
   return out + "data: [DONE]\n\n";
 }
 
-std::string CompletionReply::error_events(const ApiError& error) {
-  return "data: " + error_json(error) + "\n\ndata: [DONE]\n\n";
-}
+std::string CompletionReply::error_event(const ApiError& error) { return "data: " + error_json(error) + "\n\n"; }
 
 std::string CompletionReply::whole(const engine::Usage& usage) const {
   OrderedJson list = OrderedJson::array();

@@ -23,7 +23,7 @@ class CompletionReply {
   std::string events(const engine::Delta& delta);
   std::string last_events(const engine::Usage& usage) const;  // usage if asked for, then [DONE]
   std::string whole(const engine::Usage& usage) const;
-  static std::string error_events(const ApiError& error);
+  static std::string error_event(const ApiError& error);  // the last one
 
  private:
   struct Choice {

@@ -81,7 +81,7 @@ void read_bias(Fields& fields, std::vector<std::pair<int32_t, float>>& bias, int
 }
 
 // The grammar that is asked for, or "".
-ApiResult<std::string> read_format(const Json* value, std::string_view body) {
+ApiResult<std::string> read_format(const Json* value, std::string_view body, const Gone& gone) {
   if (!value) return std::string();
   const std::string param = "response_format";
   const auto wrong = [](const std::string& where, const std::string& what) {
@@ -101,13 +101,44 @@ ApiResult<std::string> read_format(const Json* value, std::string_view body) {
   const Json* named = format.find("json_schema");
   if (!named || !named->is_object()) return wrong(param + ".json_schema", " is missing");
   // Once more, with the order of properties as it was written: answers have it, too.
-  const OrderedJson ordered = OrderedJson::parse(body);
-  const OrderedJson& schema = ordered["response_format"]["json_schema"];
+  const auto ordered = parse_ordered_object(body, gone);
+  if (!ordered.ok()) return ordered.error();
+  const OrderedJson& schema = (*ordered)["response_format"]["json_schema"];
   if (!schema.contains("schema")) return wrong(param + ".json_schema.schema", " is missing");
   return schema_grammar(schema["schema"], param + ".json_schema.schema");
 }
 
 using Tokenized = ApiResult<std::vector<int32_t>>;
+
+// What prompts are read with.
+struct Reader {
+  const engine::Text& text;
+  Tokens context;
+  const Gone& gone;
+};
+
+// `n`: how many tokens, in words.
+ApiError too_long(const std::string& n, Tokens context, const std::string& param) {
+  return {.message = param + ": prompt is too long: it has " + n + " tokens, the context is " +
+                     std::to_string(context.n) + " and must hold an answer too",
+          .param = param,
+          .code = "context_length_exceeded"};
+}
+
+// A template may leave out the white space around a message.
+int64_t inner_bytes(std::string_view text) {
+  constexpr std::string_view kSpace = " \t\n\v\f\r";
+  const size_t first = text.find_first_not_of(kSpace);
+  return first == std::string_view::npos ? 0 : static_cast<int64_t>(text.find_last_not_of(kSpace) + 1 - first);
+}
+
+// Before a text costs more than reading it.
+std::optional<ApiError> check_bytes(const Reader& reader, int64_t n_bytes, const std::string& param) {
+  if (reader.gone && reader.gone()) return client_left();
+  const int64_t least = n_bytes / reader.text.longest_piece();
+  if (least < reader.context.n) return std::nullopt;
+  return too_long("at least " + std::to_string(least), reader.context, param);
+}
 
 Tokenized tokenized(Result<std::vector<int32_t>> tokens, const std::string& param) {
   if (!tokens.ok()) return api_error(tokens.status(), param);
@@ -115,7 +146,7 @@ Tokenized tokenized(Result<std::vector<int32_t>> tokens, const std::string& para
 }
 
 // A text, a list of texts, a list of token ids, or a list of such lists.
-ApiResult<std::vector<std::vector<int32_t>>> read_prompts(const Json* prompt, const engine::Text& text) {
+ApiResult<std::vector<std::vector<int32_t>>> read_prompts(const Json* prompt, const Reader& reader) {
   if (!prompt) return ApiError{.message = "prompt is missing", .param = "prompt"};
   const auto wrong = [&] {
     return ApiError{.message = "prompt is " + shown(*prompt) +
@@ -124,8 +155,14 @@ ApiResult<std::vector<std::vector<int32_t>>> read_prompts(const Json* prompt, co
                     .param = "prompt"};
   };
   const auto read = [&](const Json& one, const std::string& where) -> Tokenized {
-    if (one.is_string()) return tokenized(text.tokenize(one.get_ref<const std::string&>(), true, true), where);
-    if (one.is_array()) return token_ids(one, text.vocab_size(), where);
+    if (one.is_string()) {
+      const auto& words = one.get_ref<const std::string&>();
+      if (const auto error = check_bytes(reader, std::ssize(words), where)) return *error;
+      return tokenized(reader.text.tokenize(words, true, true), where);
+    }
+    if (one.is_array() && std::ssize(one) >= reader.context.n)
+      return too_long(std::to_string(one.size()), reader.context, where);
+    if (one.is_array()) return token_ids(one, reader.text.vocab_size(), where);
     return wrong();
   };
   const bool several = prompt->is_array() && !prompt->empty() && !(*prompt)[0].is_number();
@@ -173,7 +210,10 @@ void read_answer(Fields& fields, const RequestLimits& limits, engine::ServeReque
   request.n = fields.whole("n", 1, limits.max_choices).value_or(1);
   constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
   const auto max_tokens = fields.whole("max_tokens", 1, kAny);
-  const auto max_completion_tokens = fields.whole("max_completion_tokens", 1, kAny);
+  auto max_completion_tokens = fields.whole("max_completion_tokens", 1, kAny);
+  // llama.cpp's word for it; -1: no limit.
+  if (const auto n = fields.whole("n_predict", -1, kAny); n && *n > 0 && !max_completion_tokens)
+    max_completion_tokens = n;
   request.answer.max_tokens =
       Tokens(max_completion_tokens ? *max_completion_tokens : max_tokens.value_or(limits.max_tokens.n));
   request.answer.ignore_end = fields.boolean("ignore_eos", false);
@@ -191,6 +231,60 @@ void read_stream(Fields& fields, std::optional<ApiError>& error, CompletionReque
   for (const std::string& name : inner.rest()) out.ignored.push_back(name);
 }
 
+// Fields of other servers' that change the answer, and are not obeyed here.
+void refuse_constraints(Fields& fields) {
+  const auto is_off = [](const Json& value) {
+    return value.empty() || value == 0 || value == false || value == "";
+  };
+  for (const char* name : {"guided_json",
+                           "guided_regex",
+                           "guided_choice",
+                           "guided_grammar",
+                           "structured_outputs",
+                           "json_schema",
+                           "grammar",
+                           "grammar_lazy",
+                           "min_tokens",
+                           "stop_token_ids",
+                           "bad_words",
+                           "allowed_token_ids",
+                           "logits_processors",
+                           "use_beam_search",
+                           "prompt_logprobs",
+                           "truncate_prompt_tokens",
+                           "include_stop_str_in_output",
+                           "chat_template",
+                           "chat_template_kwargs",
+                           "continue_final_message",
+                           "documents",
+                           "input_prefix",
+                           "input_suffix",
+                           "mirostat",
+                           "dry_multiplier",
+                           "xtc_probability",
+                           "n_probs",
+                           "samplers"}) {
+    fields.unsupported(name, "this server would not obey it; leave the field out (schemas: response_format)",
+                       is_off);
+  }
+  const auto is_one = [](const Json& value) { return value == 1; };
+  fields.unsupported("length_penalty", "this server has none", is_one);
+  fields.unsupported("typical_p", "this server has none", is_one);
+  fields.unsupported("skip_special_tokens", "special tokens are never shown",
+                     [](const Json& value) { return value == true; });
+  fields.unsupported("add_generation_prompt", "the prompt always ends with the assistant's turn",
+                     [](const Json& value) { return value == true; });
+}
+
+// What clients and routers send along and nobody counts on: it changes no answer, and is not told as ignored.
+void pass_over(Fields& fields) {
+  for (const char* name :
+       {"metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+        "safety_identifier", "cache_prompt", "id_slot", "guided_decoding_backend", "provider", "route",
+        "transforms", "plugins", "usage", "litellm_metadata", "litellm_session_id"})
+    fields.find(name);
+}
+
 // What a client counts on and would not get.
 void refuse_unsupported(Fields& fields, Endpoint endpoint, int64_t n) {
   const auto is_empty = [](const Json& value) { return value.empty(); };
@@ -202,6 +296,8 @@ void refuse_unsupported(Fields& fields, Endpoint endpoint, int64_t n) {
   fields.unsupported("modalities", "this server answers with text only",
                      [](const Json& value) { return value == Json::array({"text"}); });
   fields.unsupported("audio", "this server answers with text only", is_empty);
+  refuse_constraints(fields);
+  pass_over(fields);
   if (endpoint == Endpoint::kChat) return;
   fields.unsupported("echo", "this server does not repeat the prompt",
                      [](const Json& value) { return value == false; });
@@ -224,10 +320,13 @@ void read_logprobs(Fields& fields, CompletionRequest& out, engine::ServeRequest&
   if (out.logprobs) request.top_logprobs = top.value_or(0);
 }
 
-ApiResult<std::vector<std::vector<int32_t>>> read_chat(const Json* messages, const engine::Text& text) {
+ApiResult<std::vector<std::vector<int32_t>>> read_chat(const Json* messages, const Reader& reader) {
   const auto read = read_messages(messages);
   if (!read.ok()) return read.error();
-  auto tokens = tokenized(text.tokenize_chat(*read), "messages");
+  int64_t n_bytes = 0;
+  for (const engine::ChatMessage& message : *read) n_bytes += inner_bytes(message.content);
+  if (const auto error = check_bytes(reader, n_bytes, "messages")) return *error;
+  auto tokens = tokenized(reader.text.tokenize_chat(*read), "messages");
   if (!tokens.ok()) return tokens.error();
   return std::vector<std::vector<int32_t>>{*std::move(tokens)};
 }
@@ -243,9 +342,10 @@ std::optional<ApiError> check_prompts(const std::vector<engine::ServeRequest>& p
   for (const engine::ServeRequest& one : prompts) {
     const Status s = engine::check_prompt(one.prompt, limits.context, text.vocab_size());
     if (s.ok()) continue;
+    if (std::ssize(one.prompt) >= limits.context.n)
+      return too_long(std::to_string(one.prompt.size()), limits.context, param);
     ApiError error = api_error(s, param);
     error.message = param + ": " + error.message;
-    if (std::ssize(one.prompt) >= limits.context.n) error.code = "context_length_exceeded";
     return error;
   }
   return std::nullopt;
@@ -267,8 +367,8 @@ ApiResult<std::vector<int32_t>> token_ids(const Json& list, int64_t vocab_size, 
 }
 
 ApiResult<CompletionRequest> read_completion(Endpoint endpoint, std::string_view body, const engine::Text& text,
-                                             const RequestLimits& limits) {
-  const auto json = parse_object(body);
+                                             const RequestLimits& limits, const Gone& gone) {
+  const auto json = parse_object(body, gone);
   if (!json.ok()) return json.error();
   std::optional<ApiError> error;
   Fields fields(*json, error);
@@ -280,7 +380,7 @@ ApiResult<CompletionRequest> read_completion(Endpoint endpoint, std::string_view
   engine::ServeRequest request;
   read_sampling(fields, limits, text.vocab_size(), request.answer.sampling);
   if (error) return *error;
-  auto grammar = read_format(fields.find("response_format"), body);
+  auto grammar = read_format(fields.find("response_format"), body, gone);
   if (!grammar.ok()) return grammar.error();
   request.answer.sampling.grammar = *std::move(grammar);
   read_answer(fields, limits, request);
@@ -293,7 +393,8 @@ ApiResult<CompletionRequest> read_completion(Endpoint endpoint, std::string_view
   const bool chat = endpoint == Endpoint::kChat;
   const std::string prompt_field = chat ? "messages" : "prompt";
   request.answer.own_text = chat;
-  auto prompts = chat ? read_chat(fields.find("messages"), text) : read_prompts(fields.find("prompt"), text);
+  const Reader reader{.text = text, .context = limits.context, .gone = gone};
+  auto prompts = chat ? read_chat(fields.find("messages"), reader) : read_prompts(fields.find("prompt"), reader);
   if (!prompts.ok()) return prompts.error();
   for (std::vector<int32_t>& prompt : *prompts) {
     out.prompts.push_back(request);

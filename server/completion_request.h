@@ -39,8 +39,10 @@ struct CompletionRequest {
 // The ids that `list` has. param: its name in errors.
 ApiResult<std::vector<int32_t>> token_ids(const Json& list, int64_t vocab_size, const std::string& param);
 
-// Parses, checks and tokenizes. Errors name the field, its value and what is allowed.
+// Parses, checks and tokenizes, in a time that grows with the body and no faster. What is too long for the context
+// whatever its tokens are is not tokenized. Errors name the field, its value and what is allowed; also
+// client_left().
 ApiResult<CompletionRequest> read_completion(Endpoint endpoint, std::string_view body, const engine::Text& text,
-                                             const RequestLimits& limits);
+                                             const RequestLimits& limits, const Gone& gone = {});
 
 }  // namespace pagedkv::server

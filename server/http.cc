@@ -1,5 +1,6 @@
 #include "server/http.h"
 
+#include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -23,10 +24,12 @@
 #include <chrono>
 #include <mutex>
 #include <optional>
+#include <sstream>
 #include <unordered_set>
 
 #include "pagedkv/log.h"
 #include "server/api_error.h"
+#include "server/target.h"
 
 namespace pagedkv::server {
 namespace {
@@ -39,8 +42,9 @@ using asio::ip::tcp;
 using boost::system::error_code;
 using namespace asio::experimental::awaitable_operators;  // NOLINT: `a || b` on awaitables
 
-constexpr int kWorkers = 2;  // threads that parse and tokenize
-constexpr auto kPeekAgain = std::chrono::seconds(1);
+constexpr int kWorkers = 2;  // threads that parse and tokenize bodies of usual length
+constexpr size_t kLongBody = 64 << 10;
+constexpr auto kPeekAgain = std::chrono::milliseconds(50);
 
 // Errors as values: what a client does is no exception.
 constexpr auto kTuple = asio::as_tuple(use_awaitable);
@@ -49,45 +53,85 @@ std::chrono::steady_clock::duration duration(double seconds) {
   return std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-const char* reason(int status) {
-  const auto text = http::obsolete_reason(static_cast<http::status>(status));
-  return text.data();  // a literal
+std::string lower(std::string_view text) {
+  std::string out(text);
+  std::transform(out.begin(), out.end(), out.begin(), [](unsigned char c) { return std::tolower(c); });
+  return out;
+}
+
+HttpReply refusal(int status, const std::string& message) {
+  return error_reply({.status = status, .message = message});
+}
+
+// What is wrong with a header, before its body is read.
+std::optional<HttpReply> check_head(const http::request<http::string_body>& head) {
+  const auto hosts = head.count(http::field::host);
+  if (hosts > 1 || (hosts == 0 && head.version() >= 11))
+    return refusal(400, "a request has one header Host; this one has " + std::to_string(hosts));
+  const bool plain =
+      !head.count(http::field::content_encoding) || beast::iequals(head[http::field::content_encoding], "identity");
+  const bool known = !head.count(http::field::transfer_encoding) ||
+                     beast::iequals(head[http::field::transfer_encoding], "chunked");
+  if (!plain || !known) return refusal(415, "bodies that are compressed are not read here");
+  return std::nullopt;
+}
+
+// The answer to a request that could not be read to its end; none where nobody is there to get it, or nothing of it
+// was understood. `malformed` says what is wrong with one that is not HTTP.
+std::optional<HttpReply> refusal_of(const error_code& error, const HttpOptions& options, const char* malformed) {
+  static const error_code any_of_http = http::make_error_code(http::error::bad_method);
+  if (error == http::error::header_limit)
+    return refusal(431, "the header is longer than " + std::to_string(options.max_header_bytes) + " bytes");
+  if (error == http::error::body_limit)
+    return refusal(413, "the body is longer than " + std::to_string(options.max_body_bytes) + " bytes");
+  if (error.category() == any_of_http.category() && error != http::error::end_of_stream &&
+      error != http::error::partial_message)
+    return refusal(400, malformed);
+  return std::nullopt;
 }
 
 struct Counters {
   std::atomic<int64_t> connections{0}, accepted{0}, refused{0}, bad{0}, gone{0}, slow{0};
 };
 
+// How a request wants to be answered.
+struct Manner {
+  int version = 11;
+  bool keep_alive = false;
+  bool head_only = false;
+};
+
 // What an answer hands to its connection. Lives as long as either of the two.
 class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<ExchangeImpl> {
  public:
-  ExchangeImpl(asio::io_context& io, HttpRequest request, int64_t send_buffer, bool keep_alive, bool head_only)
+  ExchangeImpl(asio::io_context& io, HttpRequest request, int64_t send_buffer, Manner manner)
       : io_(io),
         request_(std::move(request)),
         send_buffer_(send_buffer),
-        keep_alive_(keep_alive),
-        head_only_(head_only),
+        manner_(manner),
+        keep_alive_(manner.keep_alive),
         wake_(io, asio::steady_timer::time_point::max()) {}
 
   const HttpRequest& request() const override { return request_; }
   std::string take_body() override { return std::move(request_.body); }
 
-  void reply(HttpReply reply) override {
-    const size_t length = reply.body.size();
-    std::string text = head(reply) + "Content-Length: " + std::to_string(length) + "\r\n\r\n";
-    if (!head_only_) text += reply.body;
-    push(std::move(text), true);
-  }
+  void reply(HttpReply reply) override { push(whole(reply), true); }
   void begin(HttpReply first) override {
-    std::string text = head(first) + "Transfer-Encoding: chunked\r\n\r\n";
-    if (!first.body.empty()) text += chunk(first.body);
-    push(std::move(text), false);
+    auto top = head(first);
+    if (is_chunked()) top.chunked(true);
+    push(written(top) + (first.body.empty() ? "" : chunk(first.body)), false);
+    asio::post(io_, [self = shared_from_this()] { self->begun_ = true; });
   }
   void send(std::string piece) override {
     if (!piece.empty()) push(chunk(piece), false);
   }
-  void finish() override { push("0\r\n\r\n", true); }
+  void finish() override { push(is_chunked() ? beast::buffers_to_string(http::make_chunk_last()) : "", true); }
+  void abandon() override {
+    asio::post(io_, [self = shared_from_this()] { self->keep_alive_ = false; });
+    finish();
+  }
   void defer(std::function<void()> work) override { asio::post(io_, std::move(work)); }
+  bool gone() const override { return gone_; }
   void on_gone(std::function<void()> gone) override {
     asio::post(io_, [self = shared_from_this(), gone = std::move(gone)]() mutable {
       if (self->gone_) {
@@ -98,11 +142,23 @@ class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<
     });
   }
 
+  std::string whole(const HttpReply& reply) const {
+    auto top = head(reply);
+    if (reply.status != 204) top.content_length(reply.body.size());
+    return written(top) + (manner_.head_only ? "" : reply.body);
+  }
+
   // --- the I/O thread --------------------------------------------------------------------------------------------
   bool keep_alive() const { return keep_alive_; }
   bool complete() const { return complete_ && outbox_.empty(); }
   bool has_output() const { return !outbox_.empty(); }
   bool overflowed() const { return overflowed_; }
+  // Bytes that change nothing for a client that is there; one that left answers them with a reset. Empty: there are
+  // none.
+  std::string probe() const {
+    if (manner_.version < 11) return "";
+    return begun_ ? chunk(":\n\n") : "HTTP/1.1 100 Continue\r\n\r\n";
+  }
   // What to do when output piles up.
   void set_cut_off(std::function<void()> cut_off) { cut_off_ = std::move(cut_off); }
   std::string take_output() {
@@ -124,17 +180,22 @@ class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<
   }
 
  private:
-  std::string head(const HttpReply& reply) const {
-    std::string text = "HTTP/1.1 " + std::to_string(reply.status) + " " + reason(reply.status) + "\r\n";
-    text += "Content-Type: " + reply.content_type + "\r\n";
-    for (const auto& [name, value] : reply.headers) text += name + ": " + value + "\r\n";
-    text += keep_alive_ ? "Connection: keep-alive\r\n" : "Connection: close\r\n";
-    return text;
+  // HTTP/1.0 knows no chunks: the end of the connection ends the answer.
+  bool is_chunked() const { return manner_.version >= 11; }
+  http::response<http::empty_body> head(const HttpReply& reply) const {
+    http::response<http::empty_body> top(static_cast<http::status>(reply.status), 11);
+    top.set(http::field::content_type, reply.content_type);
+    for (const auto& [name, value] : reply.headers) top.insert(name, value);
+    top.set(http::field::connection, manner_.keep_alive ? "keep-alive" : "close");
+    return top;
   }
-  static std::string chunk(const std::string& piece) {
-    char size[24];
-    std::snprintf(size, sizeof size, "%zx\r\n", piece.size());
-    return size + piece + "\r\n";
+  static std::string written(const http::response<http::empty_body>& top) {
+    std::ostringstream text;
+    text << top.base();
+    return text.str();
+  }
+  std::string chunk(const std::string& piece) const {
+    return is_chunked() ? beast::buffers_to_string(http::make_chunk(asio::buffer(piece))) : piece;
   }
   void push(std::string text, bool last) {
     asio::post(io_, [self = shared_from_this(), text = std::move(text), last] {
@@ -155,10 +216,12 @@ class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<
   asio::io_context& io_;
   HttpRequest request_;
   const int64_t send_buffer_;
-  const bool keep_alive_, head_only_;
+  const Manner manner_;
+  bool keep_alive_;
   asio::steady_timer wake_;
   std::string outbox_;
-  bool complete_ = false, gone_ = false, overflowed_ = false;
+  bool begun_ = false, complete_ = false, overflowed_ = false;
+  std::atomic<bool> gone_{false};
   std::function<void()> on_gone_;
   std::function<void()> cut_off_ = [] {};
 };
@@ -177,24 +240,31 @@ class Connection : public std::enable_shared_from_this<Connection> {
  private:
   struct Received {
     std::optional<HttpRequest> request;
-    bool keep_alive = false;
+    Manner manner;
     std::optional<HttpReply> refusal;  // the connection is closed after it
   };
+  asio::awaitable<bool> skip_blank_lines();
   asio::awaitable<Received> receive();
+  asio::awaitable<void> refuse(HttpReply refusal);
   asio::awaitable<bool> send(std::string text);
-  asio::awaitable<void> until_gone();
+  asio::awaitable<void> until_gone(const ExchangeImpl& exchange);
   asio::awaitable<bool> answer(std::shared_ptr<ExchangeImpl> exchange);
 
   ServerImpl& server_;
   beast::tcp_stream stream_;
   beast::flat_buffer buffer_;
+  bool half_closed_ = false;  // the client sends no more
 };
 
 class ServerImpl final : public HttpServer {
  public:
-  ServerImpl(const HttpOptions& options, Handler handler)
-      : options_(options), handler_(std::move(handler)), io_(1), acceptor_(io_), workers_(kWorkers) {}
-  ~ServerImpl() override { workers_.join(); }
+  ServerImpl(const HttpOptions& options, Handler handler, RefusalHook on_refusal)
+      : options_(options),
+        handler_(std::move(handler)),
+        on_refusal_(std::move(on_refusal)),
+        io_(1),
+        acceptor_(io_) {}
+  ~ServerImpl() override { join_workers(); }
 
   Status bind() {
     error_code error;
@@ -240,7 +310,7 @@ class ServerImpl final : public HttpServer {
         asio::detached);
     auto keep = asio::make_work_guard(io_);
     io_.run();
-    workers_.join();  // what they are at ends now: nothing of a request runs after this
+    join_workers();  // what they are at ends now: nothing of a request runs after this
   }
 
   void stop_accepting() override {
@@ -276,11 +346,24 @@ class ServerImpl final : public HttpServer {
   const HttpOptions& options() const { return options_; }
   Counters& counters() { return counters_; }
   asio::io_context& io() { return io_; }
+  // An answer of the web side's own. The connection is closed after it.
+  std::string refused(HttpReply reply) {
+    if (on_refusal_) on_refusal_(reply);
+    auto exchange = std::make_shared<ExchangeImpl>(io_, HttpRequest{}, 0, Manner{});
+    return exchange->whole(reply);
+  }
   void handle(std::shared_ptr<ExchangeImpl> exchange) {
-    asio::post(workers_, [this, exchange = std::move(exchange)] { handler_(exchange); });
+    const size_t size = exchange->request().body.size();
+    asio::thread_pool& lane = size == 0 ? bodiless_ : size <= kLongBody ? workers_ : long_bodies_;
+    asio::post(lane, [this, exchange = std::move(exchange)] {
+      if (!exchange->gone()) handler_(exchange);
+    });
   }
 
  private:
+  void join_workers() {
+    for (asio::thread_pool* lane : {&bodiless_, &workers_, &long_bodies_}) lane->join();
+  }
   asio::awaitable<void> accept() {
     for (;;) {
       auto [error, socket] = co_await acceptor_.async_accept(kTuple);
@@ -293,11 +376,10 @@ class ServerImpl final : public HttpServer {
       ++counters_.accepted;
       if (std::ssize(connections_) >= options_.max_connections) {
         ++counters_.refused;
-        static constexpr std::string_view kBusy =
-            "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n";
+        const std::string busy = refused(refusal(503, "too many connections are open (--max-connections)"));
         error_code ignored;
-        socket.non_blocking(true, ignored);               // NOLINT
-        socket.write_some(asio::buffer(kBusy), ignored);  // NOLINT
+        socket.non_blocking(true, ignored);              // NOLINT
+        socket.write_some(asio::buffer(busy), ignored);  // NOLINT
         continue;
       }
       error_code ignored;
@@ -314,36 +396,13 @@ class ServerImpl final : public HttpServer {
 
   HttpOptions options_;
   Handler handler_;
+  RefusalHook on_refusal_;
   asio::io_context io_;
   tcp::acceptor acceptor_;
-  asio::thread_pool workers_;
+  asio::thread_pool bodiless_{1}, workers_{kWorkers}, long_bodies_{1};
   std::unordered_set<std::shared_ptr<Connection>> connections_;  // the I/O thread's
   Counters counters_;
 };
-
-std::string lower(std::string_view text) {
-  std::string out(text);
-  std::transform(out.begin(), out.end(), out.begin(), [](unsigned char c) { return std::tolower(c); });
-  return out;
-}
-
-HttpReply refusal(int status, const std::string& message) {
-  return error_reply({.status = status, .message = message});
-}
-
-// The answer to a request that could not be read to its end; none where nobody is there to get it, or nothing of it
-// was understood. `malformed` says what is wrong with one that is not HTTP.
-std::optional<HttpReply> refusal_of(const error_code& error, const HttpOptions& options, const char* malformed) {
-  static const error_code any_of_http = http::make_error_code(http::error::bad_method);
-  if (error == http::error::header_limit)
-    return refusal(431, "the header is longer than " + std::to_string(options.max_header_bytes) + " bytes");
-  if (error == http::error::body_limit)
-    return refusal(413, "the body is longer than " + std::to_string(options.max_body_bytes) + " bytes");
-  if (error.category() == any_of_http.category() && error != http::error::end_of_stream &&
-      error != http::error::partial_message)
-    return refusal(400, malformed);
-  return std::nullopt;
-}
 
 asio::awaitable<bool> Connection::send(std::string text) {
   stream_.expires_after(duration(server_.options().write_seconds));
@@ -353,18 +412,30 @@ asio::awaitable<bool> Connection::send(std::string text) {
   co_return !error;
 }
 
+// Waits for the first byte of a request. False: there is none. Blank lines before it are nothing (RFC 9112, 2.2).
+asio::awaitable<bool> Connection::skip_blank_lines() {
+  bool waits = buffer_.size() == 0;  // no time limit but idleness before the first byte
+  for (;;) {
+    while (buffer_.size() > 0) {
+      const char first = *static_cast<const char*>(buffer_.data().data());
+      if (first != '\r' && first != '\n') co_return true;
+      buffer_.consume(1);
+    }
+    stream_.expires_after(duration(waits ? server_.options().idle_seconds : server_.options().header_seconds));
+    waits = false;
+    const auto [error, n] = co_await stream_.async_read_some(buffer_.prepare(4096), kTuple);
+    if (error) co_return false;
+    buffer_.commit(n);
+  }
+}
+
 asio::awaitable<Connection::Received> Connection::receive() {
   const HttpOptions& options = server_.options();
   http::request_parser<http::string_body> parser;
   parser.header_limit(static_cast<uint32_t>(options.max_header_bytes));
   parser.body_limit(static_cast<uint64_t>(options.max_body_bytes));
-  if (buffer_.size() == 0) {  // no time limit but idleness before the first byte
-    stream_.expires_after(duration(options.idle_seconds));
-    const auto [error, n] = co_await stream_.async_read_some(buffer_.prepare(4096), kTuple);
-    if (error) co_return Received{};
-    buffer_.commit(n);
-  }
   Received out;
+  if (!co_await skip_blank_lines()) co_return out;
   stream_.expires_after(duration(options.header_seconds));
   {
     const auto [error, n] = co_await http::async_read_header(stream_, buffer_, parser, kTuple);
@@ -374,6 +445,8 @@ asio::awaitable<Connection::Received> Connection::receive() {
       co_return out;
     }
   }
+  out.refusal = check_head(parser.get());
+  if (out.refusal) co_return out;
   if (beast::iequals(parser.get()[http::field::expect], "100-continue") &&
       !co_await send("HTTP/1.1 100 Continue\r\n\r\n"))
     co_return out;
@@ -389,28 +462,46 @@ asio::awaitable<Connection::Received> Connection::receive() {
   }
   stream_.expires_never();
   auto message = parser.release();
+  auto target = read_target(message.target());
+  if (!target) {
+    out.refusal = refusal(400, "the request line names no path of this server");
+    co_return out;
+  }
   HttpRequest request;
   request.method = std::string(message.method_string());
-  const std::string target(message.target());
-  const size_t question = target.find('?');
-  request.path = target.substr(0, question);
-  if (question != std::string::npos) request.query = target.substr(question + 1);
+  request.path = std::move(target->path);
+  request.query = std::move(target->query);
+  request.host = target->authority.empty() ? std::string(message[http::field::host]) : target->authority;
   for (const auto& field : message) request.headers.emplace_back(lower(field.name_string()), field.value());
   request.body = std::move(message.body());
-  out.keep_alive = message.keep_alive();
+  out.manner = {.version = static_cast<int>(message.version()),
+                // Without chunks the end of a connection is what ends a stream.
+                .keep_alive = message.keep_alive() && message.version() >= 11,
+                .head_only = message.method() == http::verb::head};
   out.request = std::move(request);
   co_return out;
 }
 
-// Returns when the client closed its end. Bytes of a next request are left where they are.
-asio::awaitable<void> Connection::until_gone() {
+// Returns when the client left. One that only closed its sending end (it sent FIN, as one that left does) still
+// reads: the two differ in how they take a probe. Bytes of a next request are left where they are.
+asio::awaitable<void> Connection::until_gone(const ExchangeImpl& exchange) {
   for (;;) {
-    const auto [error] = co_await stream_.socket().async_wait(tcp::socket::wait_read, kTuple);
-    if (error) co_return;
-    char byte;
-    const ssize_t n = recv(stream_.socket().native_handle(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) co_return;
-    // A next request waits: from now on only a look now and then tells.
+    if (!half_closed_) {
+      const auto [error] = co_await stream_.socket().async_wait(tcp::socket::wait_read, kTuple);
+      if (error) co_return;
+    }
+    pollfd look{.fd = stream_.socket().native_handle(), .events = POLLRDHUP, .revents = 0};
+    if (poll(&look, 1, 0) < 0 || (look.revents & (POLLERR | POLLHUP)) != 0) co_return;
+    if ((look.revents & POLLRDHUP) != 0 && !half_closed_) {
+      half_closed_ = true;
+      const std::string probe = exchange.probe();
+      if (probe.empty()) co_return;  // nothing would tell: most likely it left
+      // At once and whole or not at all: nothing else is being sent now.
+      if (::send(look.fd, probe.data(), probe.size(), MSG_DONTWAIT | MSG_NOSIGNAL) !=
+          static_cast<ssize_t>(probe.size()))
+        co_return;
+    }
+    // The socket stays readable from now on, and only a look now and then tells.
     asio::steady_timer pause(server_.io(), kPeekAgain);
     const auto [stopped] = co_await pause.async_wait(kTuple);
     if (stopped) co_return;
@@ -427,8 +518,23 @@ asio::awaitable<bool> Connection::answer(std::shared_ptr<ExchangeImpl> exchange)
       continue;
     }
     if (exchange->complete()) co_return exchange->keep_alive();
-    const auto first = co_await (exchange->output() || until_gone());
+    const auto first = co_await (exchange->output() || until_gone(*exchange));
     if (first.index() == 1) co_return false;
+  }
+}
+
+asio::awaitable<void> Connection::refuse(HttpReply refusal) {
+  ++server_.counters().bad;
+  co_await send(server_.refused(std::move(refusal)));
+  // The rest of what the client sends is read and dropped for a moment: else it might see a reset instead.
+  error_code ignored;
+  stream_.socket().shutdown(tcp::socket::shutdown_send, ignored);  // NOLINT
+  stream_.expires_after(std::chrono::seconds(1));
+  std::array<char, 4096> waste;
+  for (int64_t left = 1 << 20; left > 0;) {
+    const auto [error, n] = co_await stream_.async_read_some(asio::buffer(waste), kTuple);
+    if (error) break;
+    left -= static_cast<int64_t>(n);
   }
 }
 
@@ -436,29 +542,10 @@ asio::awaitable<void> Connection::serve() {
   const auto self = shared_from_this();
   for (;;) {
     Received received = co_await receive();
-    if (received.refusal) {
-      ++server_.counters().bad;
-      auto exchange = std::make_shared<ExchangeImpl>(server_.io(), HttpRequest{}, 0, false, false);
-      exchange->reply(*received.refusal);
-      co_await exchange->output();
-      co_await send(exchange->take_output());
-      // The rest of what the client sends is read and dropped for a moment: else it might see a reset instead.
-      error_code ignored;
-      stream_.socket().shutdown(tcp::socket::shutdown_send, ignored);  // NOLINT
-      stream_.expires_after(std::chrono::seconds(1));
-      std::array<char, 4096> waste;
-      for (int64_t left = 1 << 20; left > 0;) {
-        const auto [error, n] = co_await stream_.async_read_some(asio::buffer(waste), kTuple);
-        if (error) break;
-        left -= static_cast<int64_t>(n);
-      }
-      break;
-    }
+    if (received.refusal) co_await refuse(*std::move(received.refusal));
     if (!received.request) break;
-    const bool head_only = received.request->method == "HEAD";
-    auto exchange =
-        std::make_shared<ExchangeImpl>(server_.io(), std::move(*received.request),
-                                       server_.options().send_buffer_bytes, received.keep_alive, head_only);
+    auto exchange = std::make_shared<ExchangeImpl>(server_.io(), std::move(*received.request),
+                                                   server_.options().send_buffer_bytes, received.manner);
     server_.handle(exchange);
     const bool again = co_await answer(exchange);
     exchange->set_cut_off([] {});
@@ -480,8 +567,9 @@ std::string_view HttpRequest::header(std::string_view lower_case_name) const {
   return {};
 }
 
-Result<std::unique_ptr<HttpServer>> HttpServer::bind(const HttpOptions& options, Handler handler) {
-  auto server = std::make_unique<ServerImpl>(options, std::move(handler));
+Result<std::unique_ptr<HttpServer>> HttpServer::bind(const HttpOptions& options, Handler handler,
+                                                     RefusalHook on_refusal) {
+  auto server = std::make_unique<ServerImpl>(options, std::move(handler), std::move(on_refusal));
   if (Status status = server->bind(); !status.ok()) return status;
   return std::unique_ptr<HttpServer>(std::move(server));
 }

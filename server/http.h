@@ -31,8 +31,9 @@ struct HttpOptions {
 
 struct HttpRequest {
   std::string method;
-  std::string path;   // without the query
-  std::string query;  // behind '?'
+  std::string path;                                        // percent-decoded, without the query
+  std::vector<std::pair<std::string, std::string>> query;  // name, value
+  std::string host;  // "host:port" by which the client calls the server; empty: HTTP/1.0 without one
   std::string body;
   std::vector<std::pair<std::string, std::string>> headers;         // names in lower case
   std::string_view header(std::string_view lower_case_name) const;  // "" when there is none
@@ -43,6 +44,7 @@ struct HttpReply {
   std::string content_type = "application/json";
   std::string body;
   std::vector<std::pair<std::string, std::string>> headers = {};
+  std::string reason = {};  // of an error, for the log; not sent
 };
 
 // One request and its answer. All members: any thread.
@@ -58,11 +60,14 @@ class Exchange {
   virtual void begin(HttpReply head) = 0;
   virtual void send(std::string piece) = 0;
   virtual void finish() = 0;
+  virtual void abandon() = 0;  // the same, where something went wrong: the connection ends with it
   // Runs on the I/O thread, in the order of the calls. For work that is short and not the caller's.
   virtual void defer(std::function<void()> work) = 0;
   // Called once, on the I/O thread, when the client went away or was cut off before the answer was complete. Set it
   // before the answer begins; it is called at once when that has happened already.
   virtual void on_gone(std::function<void()> gone) = 0;
+  // The same, to be asked now and then by whoever works for long.
+  virtual bool gone() const = 0;
 };
 
 struct HttpFigures {
@@ -77,9 +82,13 @@ struct HttpFigures {
 class HttpServer {
  public:
   using Handler = std::function<void(std::shared_ptr<Exchange>)>;
-  // Binds. `handler` is called on one of a few worker threads, so that it may parse and tokenize.
-  // Errors: kInvalidArgument (host), kUnavailable (the port is taken, no permission).
-  static Result<std::unique_ptr<HttpServer>> bind(const HttpOptions& options, Handler handler);
+  // Sees what the web side answers by itself, before it is sent. Called on the I/O thread.
+  using RefusalHook = std::function<void(HttpReply& refusal)>;
+  // Binds. `handler` is called on worker threads, so that it may parse and tokenize. What comes without a body has
+  // a thread to itself, and so have long bodies: neither waits behind them. Errors: kInvalidArgument (host),
+  // kUnavailable (the port is taken, no permission).
+  static Result<std::unique_ptr<HttpServer>> bind(const HttpOptions& options, Handler handler,
+                                                  RefusalHook on_refusal);
   virtual ~HttpServer() = default;
   virtual int port() const = 0;
   // Serves until stop(). Calls `on_signal(n)` on the I/O thread at the n-th SIGINT or SIGTERM.

@@ -24,6 +24,10 @@ ApiResult<std::string> read_content(const Json& message, const std::string& wher
     const std::string path = where + ".content[" + std::to_string(i) + "]";
     if (!part.is_object() || !part.contains("type") || !part["type"].is_string())
       return wrong(path, " is " + shown(part) + ", expected is an object with a type");
+    if (part["type"] == "refusal" && part.contains("refusal") && part["refusal"].is_string()) {
+      text += part["refusal"].get<std::string>();
+      continue;
+    }
     if (part["type"] != "text")
       return wrong(path + ".type", " is " + shown(part["type"]) + "; this server reads \"text\" only");
     if (!part.contains("text") || !part["text"].is_string())
@@ -40,15 +44,21 @@ ApiResult<engine::ChatMessage> read_message(const Json& message, const std::stri
   if (role_at == message.end() || !role_at->is_string())
     return wrong(where + ".role", " is missing or no string" + allowed);
   auto role = role_at->get<std::string>();
-  const bool calls = role == "assistant" && message.contains("tool_calls") && message["tool_calls"].is_array();
-  auto content = read_content(message, where, calls);
+  const bool own = role == "assistant";
+  const bool calls = own && message.contains("tool_calls") && message["tool_calls"].is_array();
+  const bool call = own && message.contains("function_call") && message["function_call"].is_object();
+  const bool refuses = own && message.contains("refusal") && message["refusal"].is_string();
+  auto content = read_content(message, where, calls || call || refuses);
   if (!content.ok()) return content.error();
+  const auto add = [&](const std::string& words) { *content += (content->empty() ? "" : "\n") + words; };
+  const auto spelled = [](const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); };
+  if (refuses) add(message["refusal"].get<std::string>());
+  if (call) add(spelled(message["function_call"]));  // the older form
   if (role == "developer") role = "system";
   if (calls) {
-    for (const Json& call : message["tool_calls"]) {
-      if (!call.is_object()) return wrong(where + ".tool_calls", " is a list of objects");
-      if (!content->empty()) *content += "\n";
-      *content += call.value("function", Json::object()).dump(-1, ' ', false, Json::error_handler_t::replace);
+    for (const Json& one : message["tool_calls"]) {
+      if (!one.is_object()) return wrong(where + ".tool_calls", " is a list of objects");
+      add(spelled(one.value("function", Json::object())));
     }
   }
   if (role == "tool" || role == "function") role = "user";

@@ -1,5 +1,6 @@
 #include "server/metrics.h"
 
+#include <cmath>
 #include <cstdio>
 #include <string_view>
 #include <vector>
@@ -9,7 +10,9 @@ namespace {
 
 std::string number(double value) {
   char text[40];
-  std::snprintf(text, sizeof text, "%.9g", value);
+  // Counts of any size are whole: a rate over rounded ones would jump.
+  const bool whole = std::floor(value) == value && std::abs(value) < 9e15;
+  std::snprintf(text, sizeof text, whole ? "%.0f" : "%.9g", value);
   return text;
 }
 

@@ -29,6 +29,24 @@ int64_t unix_seconds() {
       .count();
 }
 
+std::string without_texts(const std::string& reason) {
+  std::string out;
+  bool quoted = false;
+  // The JSON reader quotes what it read last in its own way, and last.
+  const std::string text = reason.substr(0, reason.find("; last read"));
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (quoted && text[i] == '\\') {
+      ++i;
+    } else if (text[i] == '"') {
+      quoted = !quoted;
+      out += quoted ? "\"..." : "\"";
+    } else if (!quoted) {
+      out += text[i];
+    }
+  }
+  return out;
+}
+
 void RequestLog::line(const OrderedJson& fields) const {
   if (!write_) return;
   if (!as_json_) return write_(plain_text(fields));

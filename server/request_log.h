@@ -15,6 +15,9 @@ namespace pagedkv::server {
 
 int64_t unix_seconds();
 
+// The reason of an error without what it quotes: that may be somebody's text.
+std::string without_texts(const std::string& reason);
+
 // Any thread.
 class RequestLog {
  public:

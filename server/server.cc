@@ -19,7 +19,9 @@ class Server {
   Server(const ServerOptions& options, const Loader& load) : options_(options), load_(load), service_(options) {}
 
   Status run() {
-    auto http = HttpServer::bind(options_.http, [this](const std::shared_ptr<Exchange>& e) { service_.handle(e); });
+    auto http = HttpServer::bind(
+        options_.http, [this](const std::shared_ptr<Exchange>& e) { service_.handle(e); },
+        [this](HttpReply& refusal) { service_.note_refusal(refusal); });
     if (!http.ok()) return http.status();
     http_ = std::move(*http);
     if (options_.on_listening) options_.on_listening(http_->port());

@@ -17,11 +17,12 @@ namespace pagedkv::server {
 struct ServerOptions {
   HttpOptions http;
   engine::SchedulerOptions scheduler;
-  std::vector<std::string> model_names;  // at least one; requests may use any, the first is shown
-  engine::SamplingOptions sampling;      // what requests get that say nothing
-  Tokens max_tokens{-1};                 // the same; < 0: until the context is full
-  std::vector<std::string> api_keys;     // none: no key is asked for
-  std::string cors_origin;               // pages of this origin may call; "*": any; empty: only our own page
+  std::vector<std::string> model_names;    // at least one; requests may use any, the first is shown
+  engine::SamplingOptions sampling;        // what requests get that say nothing
+  Tokens max_tokens{-1};                   // the same; < 0: until the context is full
+  std::vector<std::string> allowed_hosts;  // further names by which clients may call it; "*": any (see access.h)
+  std::vector<std::string> api_keys;       // none: no key is asked for
+  std::string cors_origin;                 // pages of this origin may call; "*": any; empty: only our own page
   double stop_seconds = 5;    // requests in progress get so long to finish when the server is told to stop
   double stall_seconds = 60;  // a step that takes longer makes /health say 503. Larger: slow prompts look healthy
   bool log_json = false;      // one JSON object a line instead of key=value

@@ -14,8 +14,19 @@ namespace pagedkv::server {
 namespace {
 
 constexpr size_t kMaxTokenizeIds = 1 << 20;
+constexpr size_t kShownPath = 200;
+constexpr char kModel[] = "/v1/models/";
 
 HttpReply json_reply(const OrderedJson& json) { return {.body = dump(json)}; }
+
+// A name that was given twice is one.
+ServerOptions named_once(ServerOptions options) {
+  std::vector<std::string> names;
+  for (std::string& name : options.model_names)
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(std::move(name));
+  options.model_names = std::move(names);
+  return options;
+}
 
 }  // namespace
 
@@ -23,6 +34,7 @@ const Service::Route Service::kRoutes[] = {
     {"POST", "/v1/chat/completions", &Service::chat},
     {"POST", "/v1/completions", &Service::completions},
     {"GET", "/v1/models", &Service::models},
+    {"GET", kModel, &Service::model},
     {"POST", "/tokenize", &Service::tokenize},
     {"POST", "/detokenize", &Service::detokenize},
     {"GET", "/health", &Service::health, true},
@@ -32,8 +44,11 @@ const Service::Route Service::kRoutes[] = {
 };
 
 Service::Service(const ServerOptions& options)
-    : options_(options),
-      access_(options.api_keys, options.cors_origin),
+    : options_(named_once(options)),
+      access_({.host = options.http.host,
+               .allowed_hosts = options.allowed_hosts,
+               .api_keys = options.api_keys,
+               .cors_origin = options.cors_origin}),
       created_(unix_seconds()),
       log_(options.log, options.log_json) {}
 
@@ -59,42 +74,60 @@ void Service::fail(const Status& why) {
 void Service::drain() { draining_.store(true); }
 
 // --- around every request ----------------------------------------------------------------------------------------
+const Service::Route* Service::route_of(std::string_view path) {
+  for (const Route& route : kRoutes) {
+    const std::string_view known = route.path;
+    const bool is_prefix = known.size() > 1 && known.ends_with('/');
+    if (is_prefix ? path.starts_with(known) : path == known) return &route;
+  }
+  return nullptr;
+}
+
 void Service::handle(const std::shared_ptr<Exchange>& exchange) {
   const HttpRequest& request = exchange->request();
+  if (const auto error = access_.check_host(request)) return refuse(exchange, *error);
   if (auto answer = access_.preflight(request)) return reply(exchange, *std::move(answer));
   if (const auto error = access_.check_page(request)) return refuse(exchange, *error);
-  const bool head = request.method == "HEAD";
-  bool known = false;
-  for (const Route& route : kRoutes) {
-    if (request.path != route.path) continue;
-    known = true;
-    if (request.method != route.method && !(head && std::string_view(route.method) == "GET")) continue;
-    if (const auto error = access_.check_key(request); error && !route.open) return refuse(exchange, *error);
-    (this->*route.handler)(exchange);
-    return;
+  const std::string asked = request.method.substr(0, 40) + " " + request.path.substr(0, kShownPath);
+  const Route* route = route_of(request.path);
+  if (!route) {
+    std::string paths;
+    for (const Route& one : kRoutes) paths += std::string(paths.empty() ? "" : ", ") + one.path;
+    return refuse(
+        exchange,
+        {.status = 404, .message = asked + " is not served here; there is: " + paths, .code = "not_found"});
   }
-  if (request.path.starts_with("/v1/models/") && request.method == "GET") {
-    if (const auto error = access_.check_key(request)) return refuse(exchange, *error);
-    model(exchange, request.path.substr(std::string_view("/v1/models/").size()));
-    return;
+  const bool get = std::string_view(route->method) == "GET";
+  if (request.method != route->method && !(get && request.method == "HEAD")) {
+    const std::string allowed = get ? "GET, HEAD" : route->method;
+    HttpReply no = error_reply({.status = 405, .message = asked + " is not allowed, but " + allowed});
+    no.headers.emplace_back("Allow", allowed);
+    return reply(exchange, std::move(no));
   }
-  if (known)
-    return refuse(exchange, {.status = 405, .message = request.method + " is not allowed for " + request.path});
-  std::string paths;
-  for (const Route& route : kRoutes) paths += std::string(paths.empty() ? "" : ", ") + route.path;
-  refuse(exchange,
-         {.status = 404,
-          .message = request.method + " " + request.path.substr(0, 200) + " is not served here; there is: " + paths,
-          .code = "not_found"});
+  if (const auto error = access_.check_key(request); error && !route->open) return refuse(exchange, *error);
+  (this->*route->handler)(exchange);
 }
 
 void Service::reply(const std::shared_ptr<Exchange>& exchange, HttpReply reply) {
   const HttpRequest& request = exchange->request();
   access_.allow_origin(reply);
   count_reply(request.path, reply.status);
-  if (reply.status >= 400)
-    log_.line({{"path", request.path.substr(0, 200)}, {"method", request.method}, {"status", reply.status}});
+  if (reply.status >= 400) log_refusal(reply, request.path, request.method);
   exchange->reply(std::move(reply));
+}
+
+void Service::note_refusal(HttpReply& refusal) {
+  access_.allow_origin(refusal);
+  log_.count_reply("other", refusal.status);
+  log_refusal(refusal, "", "");
+}
+
+void Service::log_refusal(const HttpReply& reply, const std::string& path, const std::string& method) {
+  OrderedJson line = {{"status", reply.status}};
+  if (!path.empty()) line["path"] = path.substr(0, kShownPath);
+  if (!method.empty()) line["method"] = method.substr(0, 40);
+  if (!reply.reason.empty()) line["error"] = options_.log_prompts ? reply.reason : without_texts(reply.reason);
+  log_.line(line);
 }
 
 void Service::begin(const std::shared_ptr<Exchange>& exchange, HttpReply head) {
@@ -112,9 +145,8 @@ void Service::reply(const std::shared_ptr<Exchange>& exchange, const ApiResult<H
 }
 
 void Service::count_reply(const std::string& path, int status) {
-  bool known = false;
-  for (const Route& route : kRoutes) known |= path == route.path;
-  log_.count_reply(known ? path : "other", status);
+  const Route* route = route_of(path);
+  log_.count_reply(route && path == route->path ? path : "other", status);
 }
 
 std::optional<ApiError> Service::not_ready() const {
@@ -151,7 +183,7 @@ std::optional<ApiError> Service::not_ready() const {
 void Service::complete(const std::shared_ptr<Exchange>& exchange, Endpoint endpoint) {
   if (const auto error = not_ready()) return refuse(exchange, *error);
   std::string body = exchange->take_body();
-  auto request = read_completion(endpoint, body, text(), limits_);
+  auto request = read_completion(endpoint, body, text(), limits_, [&] { return exchange->gone(); });
   if (!options_.log_prompts) body.clear();
   if (!request.ok()) return refuse(exchange, request.error());
   char id[48];
@@ -170,7 +202,8 @@ void Service::models(const std::shared_ptr<Exchange>& exchange) {
   reply(exchange, json_reply({{"object", "list"}, {"data", std::move(list)}}));
 }
 
-void Service::model(const std::shared_ptr<Exchange>& exchange, const std::string& name) {
+void Service::model(const std::shared_ptr<Exchange>& exchange) {
+  const std::string name = exchange->request().path.substr(std::string_view(kModel).size());
   const auto& names = options_.model_names;
   if (std::find(names.begin(), names.end(), name) == names.end()) {
     return refuse(exchange, {.status = 404,
@@ -252,8 +285,9 @@ void Service::metrics(const std::shared_ptr<Exchange>& exchange) {
 
 void Service::stats(const std::shared_ptr<Exchange>& exchange) {
   if (const auto error = not_ready(); error && !ready_) return refuse(exchange, *error);
-  const std::string& query = exchange->request().query;
-  const bool with_blocks = query == "blocks=1" || query.starts_with("blocks=1&");
+  const auto& query = exchange->request().query;
+  const bool with_blocks =
+      std::find(query.begin(), query.end(), std::pair{std::string("blocks"), std::string("1")}) != query.end();
   OrderedJson out = stats_json({.model = options_.model_names.front(),
                                 .kv_quant = kv_quant_,
                                 .isa = isa_,

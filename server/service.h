@@ -37,22 +37,24 @@ class Service {
   RequestLog& log() { return log_; }
   void reply(const std::shared_ptr<Exchange>& exchange, HttpReply reply);
   void begin(const std::shared_ptr<Exchange>& exchange, HttpReply head);  // the answer comes in pieces
+  void note_refusal(HttpReply& refusal);                                  // of the web side, which sends it itself
 
  private:
   using Handler = void (Service::*)(const std::shared_ptr<Exchange>&);
   struct Route {
     const char* method;
-    const char* path;
+    const char* path;  // one that ends with '/' (but for "/" itself): and whatever follows
     Handler handler;
     bool open = false;  // without a key
   };
+  static const Route* route_of(std::string_view path);
   static const Route kRoutes[];
 
   void complete(const std::shared_ptr<Exchange>& exchange, Endpoint endpoint);
   void chat(const std::shared_ptr<Exchange>& exchange) { complete(exchange, Endpoint::kChat); }
   void completions(const std::shared_ptr<Exchange>& exchange) { complete(exchange, Endpoint::kCompletions); }
   void models(const std::shared_ptr<Exchange>& exchange);
-  void model(const std::shared_ptr<Exchange>& exchange, const std::string& name);
+  void model(const std::shared_ptr<Exchange>& exchange);
   void tokenize(const std::shared_ptr<Exchange>& exchange);
   void detokenize(const std::shared_ptr<Exchange>& exchange);
   void health(const std::shared_ptr<Exchange>& exchange);
@@ -66,6 +68,7 @@ class Service {
   void refuse(const std::shared_ptr<Exchange>& exchange, const ApiError& error);
   std::optional<ApiError> not_ready() const;
   void count_reply(const std::string& path, int status);
+  void log_refusal(const HttpReply& reply, const std::string& path, const std::string& method);
 
   const ServerOptions options_;
   const Access access_;

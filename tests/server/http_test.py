@@ -50,11 +50,11 @@ class Body(unittest.TestCase):
     def test_bodies_past_the_limit_are_413_and_take_no_memory(self):  # O-API-04
         before = self.server.rss()
         sock = socket.create_connection(("127.0.0.1", self.server.port))
-        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000000\r\n\r\n")
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10000000000\r\n\r\n")
         self.assertIn(b"413", sock.recv(4096))
         sock.close()
         sock = socket.create_connection(("127.0.0.1", self.server.port))
-        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
         try:
             for _ in range(1600):
@@ -373,7 +373,7 @@ class Clients(unittest.TestCase):
             for s in slow[:10]:
                 s.sendall(b"POST /v1/chat/comp")
             for s in slow[10:]:
-                s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+                s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             self.assertEqual(server.chat("say:ok")[0], 200)
             time.sleep(1.6)
             for s in slow:
@@ -490,7 +490,7 @@ class Operation(unittest.TestCase):
                     break
                 data += piece
             self.assertIn(b"stopped", data)
-            self.assertIn(b"[DONE]", data)
+            self.assertNotIn(b"[DONE]", data)
 
     def test_a_second_signal_ends_at_once(self):  # O-CONC-13
         with Served(step_ms=5, stop_seconds=60, context=4000) as server:

@@ -91,6 +91,32 @@ TEST(Request, AHundredThousandDamagedBodiesAreReadOrRefused) {
   EXPECT_GT(refused, 1000);
 }
 
+TEST(Request, ReadingEndsWhenTheClientLeaves) {
+  const engine::ScriptedText text;
+  std::string body = R"({"prompt":[1)";
+  for (int i = 0; i < 100000; ++i) body += ",1";
+  int asked = 0;
+  const auto result =
+      read_completion(Endpoint::kCompletions, body + "]}", text, limits(), [&] { return ++asked == 3; });
+  ASSERT_FALSE(result.ok());
+  EXPECT_EQ(result.error().status, client_left().status);
+  EXPECT_EQ(asked, 3);
+}
+
+TEST(Request, NamesKeepTheirOrderAndTheLastOfEqualNamesCounts) {
+  const auto json = parse_ordered_object(R"({"b":1,"a":{"z":[],"y":{}},"b":[2,{"d":3,"c":null}]})");
+  ASSERT_TRUE(json.ok());
+  EXPECT_EQ(dump(*json), R"({"b":[2,{"d":3,"c":null}],"a":{"z":[],"y":{}}})");
+}
+
+TEST(Request, TextsOfErrorsAreShortWhateverTheBodyIs) {
+  for (const std::string& body : {"\"" + std::string(1 << 20, 'x'), "{\"a\":" + std::string(1 << 20, '7') + "x"}) {
+    const auto json = parse_object(body);
+    ASSERT_FALSE(json.ok());
+    EXPECT_LT(json.error().message.size(), 400u);
+  }
+}
+
 TEST(Request, TokenIdsOfABiasAreWrittenAsNumbersAre) {
   const engine::ScriptedText text;
   const auto read = [&](const std::string& id) {

@@ -44,6 +44,7 @@ class ScriptedText : public Text {
     if (token == kBigPiece) return std::string(65536, 'x');
     return token < 256 ? std::string(1, static_cast<char>(token)) : "";
   }
+  int64_t longest_piece() const override { return 4; }  // that of one with longer tokens than its own
   bool is_end(int32_t token) const override { return token == kEndOfAnswer; }
   int32_t bos() const override { return -1; }
   bool has_chat_template() const override { return true; }

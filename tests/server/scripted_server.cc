@@ -32,13 +32,16 @@ int main(int argc, char** argv) {
   options.scheduler.max_num_seqs = int64_t(number("max_num_seqs", 8));
   options.scheduler.max_queue = int64_t(number("max_queue", 128));
   options.scheduler.max_num_batched_tokens = Tokens(int64_t(number("max_num_batched_tokens", 512)));
-  options.model_names = {"scripted", "alias"};
+  options.model_names = {"scripted", "alias", "scripted", "org/plain"};
   options.stop_seconds = number("stop_seconds", 5);
   options.stall_seconds = number("stall_timeout", 60);
   options.version = "0.0.0";
   options.log_json = true;
   options.log = [](const std::string& line) { std::fprintf(stderr, "%s\n", line.c_str()); };
   if (words.contains("key")) options.api_keys = {words["key"]};
+  if (words.contains("host")) options.http.host = words["host"];
+  if (words.contains("allowed_host")) options.allowed_hosts = {words["allowed_host"]};
+  options.http.max_connections = int64_t(number("max_connections", 4096));
   if (words.contains("cors")) options.cors_origin = words["cors"];
   options.on_listening = [](int port) {
     std::printf("%d\n", port);

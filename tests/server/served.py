@@ -116,9 +116,28 @@ def stream_socket(server, body, path="/v1/chat/completions"):
     """A raw socket on which a streamed request has been sent; the server closes it, or the process's end."""
     data = json.dumps({"stream": True, **body}).encode()
     sock = socket.create_connection(("127.0.0.1", server.port))
-    sock.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+    sock.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
                  % (path.encode(), len(data), data))
     return sock
+
+
+def raw(server, data, half_close=False, timeout=5):
+    """All that comes back for these bytes, until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.settimeout(timeout)
+        sock.sendall(data)
+        if half_close:
+            sock.shutdown(socket.SHUT_WR)
+        out = b""
+        while piece := sock.recv(65536):
+            out += piece
+        return out
+
+
+def post(body, *headers, version="1.1", path="/v1/chat/completions"):
+    data = json.dumps(body).encode()
+    return "\r\n".join([f"POST {path} HTTP/{version}", "Host: localhost", f"Content-Length: {len(data)}", *headers,
+                        "Connection: close", "", ""]).encode() + data
 
 
 def user(content):
