@@ -153,6 +153,15 @@ constexpr Field<AttendOptions> kAttendFields[] = {
     {"sinks", &field<&AttendOptions::sinks>},     {"return_lse", &field<&AttendOptions::return_lse>},
 };
 
+// The checks of attend that need no plan, for attention that is computed elsewhere.
+void check_attention(nb::handle q, const nb::kwargs& given) {
+  AttendOptions options;
+  read_options("attend", given, kAttendFields, options);
+  if (!(options.softcap >= 0) || !std::isfinite(options.softcap))
+    raise(invalid_argument("softcap is " + std::to_string(options.softcap) + ", it must be finite, 0 or more"));
+  if (const InArray queries(q, "q"); !queries.is_double()) (void)queries.element_type();
+}
+
 nb::object attend(PyPlan& plan, int layer, nb::handle q, const nb::kwargs& given) {
   AttendOptions options;
   read_options("attend", given, kAttendFields, options);
@@ -359,6 +368,7 @@ void bind_plans(nb::module_& m) {
            "int64 [n_tokens], the slot of each new token, for those who write rows themselves; empty for a plan "
            "that only reads.");
 
+  m.def("check_attention", &check_attention, nb::arg("q"), nb::arg("options"));
   m.def("append", &append, nb::arg("plan"), nb::arg("layer"), nb::arg("k").none(), nb::arg("v").none(),
         "Writes a step's new rows of one layer into their slots, quantizing if the group does.\n\n"
         "  k, v  [plan.n_tokens, num_kv_heads, head_dim], or with a batch [batch, num_kv_heads, n, head_dim] of\n"
