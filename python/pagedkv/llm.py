@@ -163,6 +163,9 @@ class LLM:
         """Ends every request and the thread. Later calls raise UnavailableError."""
         self._model.close()
 
+    def __reduce__(self):
+        raise TypeError("[LLM] a model is not pickled: load it in the other process")
+
     def __enter__(self):
         return self
 

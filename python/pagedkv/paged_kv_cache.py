@@ -24,8 +24,9 @@ class PagedKVCache:
     def __init__(self, block_size=16, num_blocks=1024, kv_quant_config=None, dynamic=None):
         if kv_quant_config is None:
             kv_quant_config = PagedKVQuantConfig(paged_kv_quant_mode_from_env())
-        elif isinstance(kv_quant_config, str):
+        elif not isinstance(kv_quant_config, PagedKVQuantConfig):
             kv_quant_config = PagedKVQuantConfig(kv_quant_config)
+        _core.check_cache_options(block_size=block_size, num_blocks=num_blocks, dynamic=dynamic)
         for name, value, most in (("block_size", block_size, 256), ("num_blocks", num_blocks, 2**31 - 1)):
             if not 1 <= value <= most:
                 raise ValueError(f"{name} is {value}, allowed are 1 to {most}")
@@ -173,6 +174,9 @@ class PagedKVCache:
 
     def __deepcopy__(self, memo):
         return self.fork()
+
+    def __reduce__(self):
+        raise TypeError(f"[{type(self).__name__}] blocks are not pickled: take .state, or save a file with pagedkv.mlx")
 
     def __del__(self):
         # The pool may live on in a fork.
