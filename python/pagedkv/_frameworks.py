@@ -24,6 +24,20 @@ def from_numpy(array, kind, dtype):
     return array if dtype is None or kind == "other" else array.astype(dtype, copy=False)
 
 
+def to_numpy(array):
+    """An array of any framework as numpy's; bfloat16, which numpy lacks, as float32."""
+    import numpy as np
+
+    kind = kind_of(array)
+    if kind == "torch":
+        torch = sys.modules["torch"]
+        array = (array.float() if array.dtype == torch.bfloat16 else array).detach().numpy()
+    elif kind == "mlx":
+        mx = sys.modules["mlx.core"]
+        array = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
+    return np.asarray(array)
+
+
 def causal_mask(n, offset, window, kind):
     """bool [n, offset + n]: which keys each of n new positions sees; window: keys back, the own one included, or None."""
     import numpy as np

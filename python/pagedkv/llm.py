@@ -110,13 +110,13 @@ class LLM:
         return self._model.info
 
     def generate(self, prompt, *, stream=False, **options):
-        """Continues a text, or token ids, or a list of such.
+        """Continues a text, or token ids (integers in a list or an array, [n] or [1, n]), or a list of such.
 
-        max_tokens=-1            until the context is full
+        max_tokens=-1            0: an answer of no tokens; -1: until the context is full
         temperature=0.8          0: the likeliest token, always
         top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
         logit_bias={token: -100 .. 100}
-        seed=0                   the same seed draws the same tokens
+        seed=0                   the same seed draws the same tokens; None: another one each time
         stop=[]                  texts that end the answer, and are no part of it
         grammar=""               GBNF with a rule "root": only answers that it derives are drawn. ValueError where no
                                  token of the vocabulary goes on
@@ -129,7 +129,7 @@ class LLM:
         Returns an Answer; a list of them for a list of prompts, or where n > 1 (a list of lists for both); with
         stream=True a Stream (one prompt, n=1). Errors: ValueError (prompt, options), CapacityError (the queue is full).
         """
-        if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], int):
+        if isinstance(prompt, (list, tuple)) and prompt and not _is_number(prompt[0]):
             if stream:
                 raise ValueError("a stream is of one prompt")
             requests = [self._model.submit(self._tokens(one), **options) for one in prompt]
@@ -153,7 +153,7 @@ class LLM:
 
     def detokenize(self, tokens) -> str:
         """The text of token ids; control tokens give nothing."""
-        return self._model.detokenize(list(tokens))
+        return self._model.detokenize(_ids(tokens))
 
     def stats(self) -> dict:
         """Counters since the load, and the pool's under "cache" (the keys of Cache.stats)."""
@@ -163,6 +163,9 @@ class LLM:
         """Ends every request and the thread. Later calls raise UnavailableError."""
         self._model.close()
 
+    def __reduce__(self):
+        raise TypeError("[LLM] a model is not pickled: load it in the other process")
+
     def __enter__(self):
         return self
 
@@ -170,7 +173,23 @@ class LLM:
         self.close()
 
     def _tokens(self, prompt):
-        return self.tokenize(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        return self.tokenize(prompt) if isinstance(prompt, str) else _ids(prompt)
+
+
+def _is_number(value):
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0 or isinstance(value, float)
+
+
+def _ids(tokens):
+    """Token ids as a list; that they are integers is for the engine to say."""
+    if isinstance(tokens, (str, bytes, bytearray)) or not hasattr(tokens, "__iter__"):
+        raise TypeError(f"prompt is {tokens!r:.60}, of type {type(tokens).__name__}, allowed are texts (str) and token ids")
+    shape = tuple(getattr(tokens, "shape", ()))
+    if len(shape) == 2 and shape[0] == 1:
+        tokens, shape = tokens[0], shape[1:]
+    if len(shape) > 1:
+        raise ValueError(f"token ids are {list(shape)}, allowed are [n] and [1, n]; for several prompts give a list of them")
+    return tokens.tolist() if shape else list(tokens)
 
 
 def _collect(request, n):

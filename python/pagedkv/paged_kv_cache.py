@@ -3,7 +3,7 @@
 import warnings
 
 from . import _core
-from ._frameworks import causal_mask, dtype_of, from_numpy, kind_of
+from ._frameworks import causal_mask, dtype_of, from_numpy, kind_of, to_numpy
 from ._locks import fork_safe_lock
 from .errors import CapacityError
 from .quant import PagedKVQuantConfig, paged_kv_quant_mode_from_env
@@ -24,8 +24,9 @@ class PagedKVCache:
     def __init__(self, block_size=16, num_blocks=1024, kv_quant_config=None, dynamic=None):
         if kv_quant_config is None:
             kv_quant_config = PagedKVQuantConfig(paged_kv_quant_mode_from_env())
-        elif isinstance(kv_quant_config, str):
+        elif not isinstance(kv_quant_config, PagedKVQuantConfig):
             kv_quant_config = PagedKVQuantConfig(kv_quant_config)
+        _core.check_cache_options(block_size=block_size, num_blocks=num_blocks, dynamic=dynamic)
         for name, value, most in (("block_size", block_size, 256), ("num_blocks", num_blocks, 2**31 - 1)):
             if not 1 <= value <= most:
                 raise ValueError(f"{name} is {value}, allowed are 1 to {most}")
@@ -174,6 +175,9 @@ class PagedKVCache:
     def __deepcopy__(self, memo):
         return self.fork()
 
+    def __reduce__(self):
+        raise TypeError(f"[{type(self).__name__}] blocks are not pickled: take .state, or save a file with pagedkv.mlx")
+
     def __del__(self):
         # The pool may live on in a fork.
         for sequence in getattr(self, "_sequences", ()):
@@ -187,20 +191,21 @@ class PagedKVCache:
         q               [batch, num_q_heads, n, head_dim]; the last row belongs to position offset - 1
         scale           None: 1/sqrt(head_dim)
         sliding_window  keys a query sees, its own included; -1: all
-        mask            None or "causal"; a bool or additive array [..., n, offset] is answered by dense attention, which
-                        is slower, warns once and is counted
+        mask            None or "causal"; an array that broadcasts to [batch, num_q_heads, n, offset], of bools (True: the
+                        key is seen) or floats (added to the logits), is answered by dense attention, which is slower,
+                        warns once and is counted
         returns         [batch, num_q_heads, n, head_dim_v]
         """
         with self._lock:
             if self._pool is None or self.offset == 0:
                 raise ValueError("the cache is empty")
-            if mask is not None and not (isinstance(mask, str) and mask == "causal"):
-                return self._masked_attention(q, scale, sliding_window, mask, softcap)
             shape = getattr(q, "shape", ())
             if len(shape) != 4 or shape[0] != len(self._sequences) or shape[3] != self._shape[2]:
                 raise ValueError(f"q is {list(shape)}, expected [{len(self._sequences)}, num_q_heads, n, "
                                  f"{self._shape[2]}]")
             plan = self._pool.plan_read([(sequence, shape[2]) for sequence in self._sequences])
+            if mask is not None and not (isinstance(mask, str) and mask == "causal"):
+                return self._masked_attention(q, mask, scale, sliding_window, softcap)
             return _core.attend(plan, 0, q, scale=scale, sliding_window=sliding_window, softcap=softcap)
 
     @property
@@ -320,30 +325,18 @@ class PagedKVCache:
                 return None, None
             return tuple(from_numpy(array, self._kind, self._dtype) for array in self._decoded())
 
-    def _masked_attention(self, q, scale, sliding_window, mask, softcap):
+    def _masked_attention(self, q, mask, scale, sliding_window, softcap):
         import numpy as np
+
+        from ._masked import mask_of, masked_attention
 
         if isinstance(mask, str):
             raise ValueError(f"mask is {mask!r}, allowed are None, 'causal' or an array")
+        _core.check_attention(q, scale=scale, sliding_window=sliding_window, softcap=softcap)
+        mask = mask_of(mask, (*q.shape[:3], self.offset))
         if "paged_attention" not in self._fallbacks:
             self._fallbacks["paged_attention"] = "a mask array: dense attention"
             warnings.warn("paged_attention got a mask array: dense attention runs, which reads an unpacked copy",
                           RuntimeWarning, stacklevel=3)
-        kind, dtype = kind_of(q), dtype_of(q)
-        if kind == "torch":
-            q, mask = q.float().numpy(), mask.numpy()
-        q, mask = np.asarray(q, np.float32), np.asarray(mask)
-        keys, values = (np.repeat(array, q.shape[1] // self._shape[1], axis=1) for array in self._decoded())
-        logits = np.einsum("bhqd,bhkd->bhqk", q, keys) * (q.shape[3] ** -0.5 if scale is None else scale)
-        if softcap:
-            logits = np.tanh(logits / softcap) * softcap
-        if mask.dtype != bool:
-            logits, mask = logits + mask, True
-        if sliding_window != -1:
-            mask = mask & causal_mask(q.shape[2], keys.shape[2] - q.shape[2], sliding_window, "numpy")
-        logits = np.where(mask, logits, -np.inf)
-        # A row that sees nothing has no maximum, and gives 0.
-        weights = np.exp(logits - np.maximum(logits.max(-1, keepdims=True), np.finfo(np.float32).min))
-        total = weights.sum(-1, keepdims=True)
-        out = np.einsum("bhqk,bhkd->bhqd", weights, values) / np.where(total > 0, total, 1)
-        return from_numpy(out.astype(np.float32), kind, dtype)
+        out = masked_attention(np.asarray(to_numpy(q), np.float32), *self._decoded(), mask, scale, sliding_window, softcap)
+        return from_numpy(out, kind_of(q), dtype_of(q))

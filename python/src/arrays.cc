@@ -76,12 +76,30 @@ ArrayType array_type(nb::handle array) {
   return known.emplace(type, ArrayType{framework, exchange_api(type)}).first->second;
 }
 
+// What keeps an array from being one that can be read; empty: that is unknown.
+std::string what_is_odd(nb::handle array) {
+  const auto text_of = [&](const char* attribute) {
+    return nb::cast<std::string>(nb::str(nb::getattr(array, attribute, nb::none())));
+  };
+  if (root_module(Py_TYPE(array.ptr())) == "torch") {
+    if (text_of("is_nested") == "True") return "nested, expected one dense tensor";
+    if (text_of("layout") != "torch.strided") return "of layout " + text_of("layout") + ", expected a dense tensor";
+    if (text_of("is_quantized") == "True") return "quantized, " + text_of("dtype") + ": dequantize() it first";
+    if (text_of("device") != "cpu") return "on device " + text_of("device") + ", this build reads CPU memory";
+  }
+  if (nb::hasattr(array, "shape") && nb::hasattr(array, "dtype"))
+    return "of elements of type " + text_of("dtype") + ", expected numbers";
+  return {};
+}
+
 nb::ndarray<nb::ro> import_array(nb::handle array, const char* name) {
   nb::ndarray<nb::ro> view;
-  if (array.is_none() || !nb::try_cast(nb::borrow(array), view) || !view.is_valid())
-    raise_type_error(std::string(name) + " is a " + type_text(array) +
-                     ", expected an array: numpy, torch, mlx or anything else with __dlpack__ or a buffer");
-  return view;
+  if (!array.is_none() && nb::try_cast(nb::borrow(array), view) && view.is_valid()) return view;
+  PyErr_Clear();
+  const std::string odd = what_is_odd(array);
+  raise_type_error(
+      std::string(name) + " is a " + type_text(array) + (odd.empty() ? "" : " ") + odd +
+      (odd.empty() ? ", expected an array: numpy, torch, mlx or anything else with __dlpack__ or a buffer" : ""));
 }
 
 // A device that the CPU cannot read: CUDA, ROCm, ... Host memory that such a device also maps is fine.

@@ -63,6 +63,11 @@ inline SequenceId id_of(const PyCache& cache, const PySequence& sequence) {
   return sequence.id;
 }
 
+void read(const Argument& argument, PySequence& into);
+inline SequenceId id_of(const PyCache& cache, const Given<PySequence>& given) {
+  return id_of(cache, given.read_as("sequence"));
+}
+
 // A plan of Cache::reserve or plan_read. The sizes are fixed; what is behind `plan` is touched with the cache's
 // lock held.
 struct PyPlan {
@@ -89,11 +94,13 @@ struct PyPlan {
   Status usable() const { return plan ? Status() : Status(Code::kStale, "the plan's step has ended"); }
 };
 
+void read(const Argument& argument, PyPlan*& into);
+
 // The parts of cache_binding.cc that make and read plans. Errors: as their Python names document.
 PyPlan reserve(const CachePtr& cache, nb::handle requests);
 PyPlan plan_read(const CachePtr& cache, nb::handle requests);
-nb::tuple read_dense(PyCache& cache, PyPlan& plan, int64_t place, int layer, int64_t first, nb::handle out_k,
-                     nb::handle out_v);
+nb::tuple read_dense(PyCache& cache, Given<PyPlan*> plan, Given<int64_t> place, Given<int> layer,
+                     Given<int64_t> first, nb::handle out_k, nb::handle out_v);
 void bind_plans(nb::module_& module);
 
 }  // namespace pagedkv::python

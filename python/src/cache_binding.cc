@@ -123,7 +123,8 @@ struct PyLayerTensors {
   nb::object k, v, k_scales, v_scales;
 };
 
-PyLayerTensors tensors(const CachePtr& self, int layer) {
+PyLayerTensors tensors(const CachePtr& self, Given<int> given) {
+  const int layer = given.read_as("layer");
   const LayerShape& shape = self->group(layer).shape;
   const int group = self->group_of_layer[size_t(layer)];
   int64_t n_blocks = 0;
@@ -143,7 +144,8 @@ PyLayerTensors tensors(const CachePtr& self, int layer) {
           view(views.k_scales, shape.formats.k, true), view(views.v_scales, shape.formats.v, true)};
 }
 
-nb::dict stats(PyCache& cache, bool resident) {
+nb::dict stats(PyCache& cache, Given<bool> given) {
+  const bool resident = given.read_as("resident");
   const Stats s = locked(cache, [&] { return cache.cache->stats(resident); });
   nb::dict out = nb::cast<nb::dict>(from_json(to_json(s)));
   if (!resident) nb::del(out["bytes_resident"]);  // not looked at, which 0 would not say
@@ -152,6 +154,10 @@ nb::dict stats(PyCache& cache, bool resident) {
 }
 
 }  // namespace
+
+void read(const Argument& argument, PySequence& into) {
+  if (!nb::try_cast(nb::borrow(argument.value), into)) refuse_type(argument, "what start and fork return");
+}
 
 void bind_cache(nb::module_& m) {
   m.def("check_cache_options", &check_cache_options, nb::arg("options"));
@@ -185,6 +191,8 @@ void bind_cache(nb::module_& m) {
           "__eq__", [](const PySequence& a, const PySequence& b) { return a == b; }, nb::is_operator())
       .def("__hash__",
            [](const PySequence& s) { return std::hash<uint64_t>()(uint64_t(s.id.index) << 32 | s.id.generation); })
+      .def("__reduce__",
+           [](nb::handle) { raise_type_error("[Sequence] a handle is not pickled: it is of one cache's"); })
       .def("__repr__", [](const PySequence& s) {
         return "Sequence(" + std::to_string(s.id.index) + ", generation " + std::to_string(s.id.generation) + ")";
       });
@@ -232,11 +240,14 @@ void bind_cache(nb::module_& m) {
                   "query_path: str = 'auto', isa: str = '') -> None"))
       .def(
           "start",
-          [](const CachePtr& self, nb::handle prompt, const std::string& name_space, bool reuse, bool store) {
+          [](const CachePtr& self, nb::handle prompt, Given<std::string> name_space, Given<bool> reuse,
+             Given<bool> store) {
             const IntsIn<int32_t> tokens(prompt, "prompt", {kAny});
+            const std::string name = name_space.read_as("name_space");
+            const StartOptions options{
+                .name_space = name, .reuse = reuse.read_as("reuse"), .store = store.read_as("store")};
             const Started started = check(locked(*self, [&] {
-              return self->cache->start({tokens.data(), size_t(tokens.size())},
-                                        {.name_space = name_space, .reuse = reuse, .store = store});
+              return self->cache->start({tokens.data(), size_t(tokens.size())}, options);
             }));
             return PyStarted{{self->number, started.id}, started.reused.n, prefix_reason_name(started.reason)};
           },
@@ -245,7 +256,7 @@ void bind_cache(nb::module_& m) {
           "Opens a sequence and takes over the cached blocks of the longest known prefix of `prompt` (token ids).")
       .def(
           "fork",
-          [](const CachePtr& self, const PySequence& sequence) {
+          [](const CachePtr& self, Given<PySequence> sequence) {
             const SequenceId id = id_of(*self, sequence);
             return PySequence{self->number, check(locked(*self, [&] { return self->cache->fork(id); }))};
           },
@@ -253,29 +264,31 @@ void bind_cache(nb::module_& m) {
           "A second sequence with the same content; blocks are shared until one of them writes.")
       .def(
           "truncate",
-          [](PyCache& self, const PySequence& sequence, int64_t new_length) {
+          [](PyCache& self, Given<PySequence> sequence, Given<int64_t> given) {
+            const Tokens new_length(given.read_as("new_length"));
             const SequenceId id = id_of(self, sequence);
-            check(locked(self, [&] { return self.cache->truncate(id, Tokens(new_length)); }));
+            check(locked(self, [&] { return self.cache->truncate(id, new_length); }));
           },
           nb::arg("sequence"), nb::arg("new_length"),
           "Shortens to new_length tokens. ValueError past the end or behind what a window still holds.")
       .def(
           "release",
-          [](PyCache& self, const PySequence& sequence) {
+          [](PyCache& self, Given<PySequence> sequence) {
             const SequenceId id = id_of(self, sequence);
             check(locked(self, [&] { return self.cache->release(id); }));
           },
           nb::arg("sequence"), "Ends the sequence. Finished blocks stay cached for later prompts.")
       .def(
           "length",
-          [](PyCache& self, const PySequence& sequence) {
+          [](PyCache& self, Given<PySequence> sequence) {
             const SequenceId id = id_of(self, sequence);
             return check(locked(self, [&] { return self.cache->length(id); })).n;
           },
           nb::arg("sequence"), "Tokens of a sequence.")
       .def(
           "blocks_held",
-          [](PyCache& self, const PySequence& sequence, int group) {
+          [](PyCache& self, Given<PySequence> sequence, Given<int> given) {
+            const int group = given.read_as("group");
             const SequenceId id = id_of(self, sequence);
             return check(locked(self, [&] { return self.cache->blocks_held(id, group); })).n;
           },
@@ -285,8 +298,9 @@ void bind_cache(nb::module_& m) {
           "Drops every block that no sequence holds.")
       .def(
           "grow_to_capacity",
-          [](PyCache& self, int64_t tokens) {
-            check(locked(self, [&] { return self.cache->grow_to_capacity(Tokens(tokens)); }));
+          [](PyCache& self, Given<int64_t> given) {
+            const Tokens tokens(given.read_as("tokens"));
+            check(locked(self, [&] { return self.cache->grow_to_capacity(tokens); }));
           },
           nb::arg("tokens"), "Commits memory for so many tokens in all, and keeps it. CapacityError.")
       .def("reserve", &reserve, nb::arg("requests"),
@@ -327,18 +341,24 @@ void bind_cache(nb::module_& m) {
           "isa", [](PyCache& self) { return std::string(self.cache->isa()); }, "The kernels that run.")
       .def(
           "query_path",
-          [](PyCache& self, int group) {
+          [](PyCache& self, Given<int> given) {
+            const int group = given.read_as("group");
             self.check_group(group);
             return std::string(query_path_name(self.cache->query_path(group)));
           },
           nb::arg("group") = 0)
       .def(
           "image_bytes",
-          [](PyCache& self, int group) {
+          [](PyCache& self, Given<int> given) {
+            const int group = given.read_as("group");
             self.check_group(group);
             return self.cache->image_bytes(group).n;
           },
-          nb::arg("group") = 0, "Bytes of one block, padding included.");
+          nb::arg("group") = 0, "Bytes of one block, padding included.")
+      .def("__reduce__", [](nb::handle) {
+        raise_type_error(
+            "[Cache] blocks are not pickled: a process has its own; pagedkv.hf and pagedkv.mlx save files");
+      });
 }
 
 }  // namespace pagedkv::python

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <random>
 #include <set>
 #include <thread>
 
@@ -203,7 +204,10 @@ void sampling(ServeRequest& request, const Argument& argument) {
   field<&ServeRequest::answer, &AnswerOptions::sampling, member>(request, argument);
 }
 constexpr Field<ServeRequest> kRequestFields[] = {
-    {"max_tokens", &field<&ServeRequest::answer, &AnswerOptions::max_tokens>},
+    {"max_tokens",
+     [](ServeRequest& request, const Argument& argument) {
+       request.answer.max_tokens = Tokens(argument.value.is_none() ? -1 : whole(argument, -1));
+     }},
     {"temperature", &sampling<&SamplingOptions::temperature>},
     {"top_k", &sampling<&SamplingOptions::top_k>},
     {"top_p", &sampling<&SamplingOptions::top_p>},
@@ -212,7 +216,13 @@ constexpr Field<ServeRequest> kRequestFields[] = {
     {"presence_penalty", &sampling<&SamplingOptions::presence_penalty>},
     {"frequency_penalty", &sampling<&SamplingOptions::frequency_penalty>},
     {"logit_bias", &sampling<&SamplingOptions::logit_bias>},
-    {"seed", &sampling<&SamplingOptions::seed>},
+    {"seed",
+     [](ServeRequest& request, const Argument& argument) {
+       if (argument.value.is_none())
+         request.answer.sampling.seed = uint64_t(std::random_device()()) << 32 | std::random_device()();
+       else
+         read(argument, request.answer.sampling.seed);
+     }},
     {"grammar", &sampling<&SamplingOptions::grammar>},
     {"stop",
      [](ServeRequest& request, const Argument& argument) {
@@ -227,11 +237,30 @@ constexpr Field<ServeRequest> kRequestFields[] = {
     {"name_space", &field<&ServeRequest::name_space>},
 };
 
-Request submit(const std::shared_ptr<Model>& model, std::vector<int32_t> prompt, const nb::kwargs& given) {
+// An answer of no tokens: what can be wrong with it is checked, and nothing is computed.
+Status answer_nothing(const Model& model, const ServeRequest& asked, engine::RequestSink& sink) {
+  const engine::Text& text = model.engine->text();
+  if (Status s = engine::check_prompt(asked.prompt, model.engine->context(), text.vocab_size()); !s.ok()) return s;
+  if (const auto sampler = text.make_sampler(asked.answer.sampling); !sampler.ok()) return sampler.status();
+  if (const int64_t most = model.scheduler->max_choices(); asked.n < 1 || asked.n > most)
+    return invalid_argument("n is " + std::to_string(asked.n) + ", allowed are 1 to " + std::to_string(most));
+  for (int64_t choice = 0; choice < asked.n; ++choice)
+    sink.on_delta({.choice = choice, .finish = engine::FinishReason::kLength});
+  sink.on_end(Status(), {.prompt_tokens = std::ssize(asked.prompt)});
+  return Status();
+}
+
+Request submit(const std::shared_ptr<Model>& model, nb::handle prompt, const nb::kwargs& given) {
   model->check_usable();
   Request request;
-  ServeRequest asked{.prompt = std::move(prompt)};
+  ServeRequest asked;
+  read({"prompt", prompt}, asked.prompt);
   read_options("generate", given, kRequestFields, asked);
+  if (asked.answer.max_tokens.n == 0) {
+    check(answer_nothing(*model, asked, *request.inbox));
+    request.model = model;
+    return request;
+  }
   request.id = check(without_gil([&] { return model->scheduler->submit(std::move(asked), request.inbox); }));
   request.model = model;
   return request;
@@ -309,14 +338,20 @@ NB_MODULE(_engine, m) {
       .def("submit", &submit, nb::arg("prompt"), nb::arg("options"))
       .def(
           "tokenize",
-          [](const Model& model, const std::string& text, bool add_special, bool parse_special) {
-            return check(
-                without_gil([&] { return model.engine->text().tokenize(text, add_special, parse_special); }));
+          [](const Model& model, nb::handle given, nb::handle add_special, nb::handle parse_special) {
+            std::string text;
+            bool special = true, parsed = false;
+            read({"text", given}, text);
+            read({"add_special", add_special}, special);
+            read({"parse_special", parse_special}, parsed);
+            return check(without_gil([&] { return model.engine->text().tokenize(text, special, parsed); }));
           },
           nb::arg("text"), nb::arg("add_special"), nb::arg("parse_special"))
       .def(
           "detokenize",
-          [](const Model& model, const std::vector<int32_t>& tokens) {
+          [](const Model& model, nb::handle given) {
+            std::vector<int32_t> tokens;
+            read({"tokens", given}, tokens);
             for (const int32_t token : tokens) {
               if (token < 0 || token >= model.engine->text().vocab_size())
                 raise(invalid_argument("token " + std::to_string(token) + ", the vocabulary has " +

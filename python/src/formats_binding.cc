@@ -14,7 +14,7 @@
 namespace pagedkv::python {
 namespace {
 
-Format one_format(const std::string& mode) { return check(parse_format(mode)); }
+Format one_format(Given<std::string> mode) { return check(parse_format(mode.read_as("mode"))); }
 
 std::vector<int64_t> leading(const InArray& array, int ndim) {
   std::vector<int64_t> shape;
@@ -44,7 +44,7 @@ auto with_rank(int rank, const char* name, const F& f) {
   raise(invalid_argument(std::string(name) + " has " + std::to_string(rank) + " axes, allowed are 1 to 4"));
 }
 
-nb::tuple quantize(nb::handle x, const std::string& mode) {
+nb::tuple quantize(nb::handle x, Given<std::string> mode) {
   const Format format = one_format(mode);
   const int rank = rank_of(x, "x");
   return with_rank(rank, "x", [&](Extents extents) {
@@ -66,7 +66,8 @@ nb::tuple quantize(nb::handle x, const std::string& mode) {
   });
 }
 
-nb::object dequantize(nb::handle codes, nb::handle scales, int64_t head_dim, const std::string& mode) {
+nb::object dequantize(nb::handle codes, nb::handle scales, Given<int64_t> given, Given<std::string> mode) {
+  const int64_t head_dim = given.read_as("head_dim");
   const Format format = one_format(mode);
   if (!is_quantized(format))
     raise(invalid_argument(std::string("[dequantize_symmetric] ") + format_name(format) +
@@ -137,10 +138,11 @@ void bind_formats(nb::module_& m) {
       nb::arg("otherwise"));
   m.def(
       "bytes_per_token",
-      [](const std::string& mode, int64_t num_kv_heads, int64_t head_dim, nb::handle head_dim_v) {
-        const LayerShape shape{num_kv_heads, head_dim,
-                               head_dim_v.is_none() ? head_dim : nb::cast<int64_t>(head_dim_v),
-                               check(parse_kv_quant(mode))};
+      [](Given<std::string> kv_quant, Given<int64_t> num_kv_heads, Given<int64_t> head_dim,
+         Given<int64_t> head_dim_v) {
+        LayerShape shape{num_kv_heads.read_as("num_kv_heads"), head_dim.read_as("head_dim")};
+        shape.head_dim_v = head_dim_v.value.is_none() ? shape.head_dim_k : head_dim_v.read_as("head_dim_v");
+        read({"kv_quant", kv_quant.value}, shape.formats);
         check(check_head_dim(shape.formats.k, shape.head_dim_k));
         check(check_head_dim(shape.formats.v, shape.head_dim_v));
         return bytes_per_token(shape).n;

@@ -82,6 +82,17 @@ void read(const Argument& argument, std::vector<std::pair<Key, Value>>& into) {
   }
 }
 
+// A parameter that a binding shows as a T and takes as anything, to tell by name what does not fit.
+template <class T>
+struct Given {
+  nb::handle value;
+  T read_as(const char* name) const {
+    T out{};
+    read(Argument{name, value}, out);
+    return out;
+  }
+};
+
 template <class Options>
 struct Field {
   const char* name;
@@ -111,3 +122,16 @@ void read_options(const char* function, const nb::kwargs& given, const Field<Opt
 }
 
 }  // namespace pagedkv::python
+
+namespace nanobind::detail {
+
+template <class T>
+struct type_caster<pagedkv::python::Given<T>> {
+  NB_TYPE_CASTER(pagedkv::python::Given<T>, make_caster<T>::Name)
+  bool from_python(handle source, uint8_t, cleanup_list*) noexcept {
+    value.value = source;
+    return true;
+  }
+};
+
+}  // namespace nanobind::detail

@@ -49,7 +49,8 @@ Status check_written(const PyPlan& plan) {
   return Status();
 }
 
-void commit(PyPlan& plan, nb::handle accepted, bool all_or_none) {
+void commit(PyPlan& plan, nb::handle accepted, Given<bool> given) {
+  const bool all_or_none = given.read_as("all_or_none");
   if (plan.reads_only) raise(invalid_argument("the plan only reads: there is nothing to commit"));
   std::vector<Tokens> counts;
   if (!accepted.is_none()) {
@@ -99,7 +100,8 @@ nb::object ints(PyPlan& plan, std::vector<int64_t> shape, const F& array_of) {
                     {uint8_t(nb::dlpack::dtype_code::Int), uint8_t(8 * sizeof(Int)), 1});
 }
 
-nb::object block_tables(PyPlan& plan, int group) {
+nb::object block_tables(PyPlan& plan, Given<int> given) {
+  const int group = given.read_as("group");
   plan.cache->check_group(group);
   int64_t width = 0;
   check(locked(*plan.cache, [&]() -> Status {
@@ -111,7 +113,8 @@ nb::object block_tables(PyPlan& plan, int group) {
                        [&](const StepPlan& step) { return step.group(group).block_tables; });
 }
 
-nb::object slot_mapping(PyPlan& plan, int group) {
+nb::object slot_mapping(PyPlan& plan, Given<int> given) {
+  const int group = given.read_as("group");
   plan.cache->check_group(group);
   const auto& layers = plan.cache->cache->options().groups[size_t(group)].layers;
   return ints<int64_t>(plan, {}, [&](const StepPlan& step) {
@@ -122,7 +125,9 @@ nb::object slot_mapping(PyPlan& plan, int group) {
 
 // --- append and attend ---------------------------------------------------------------------------------------
 
-void append(PyPlan& plan, int layer, nb::handle k, nb::handle v) {
+void append(Given<PyPlan*> in, Given<int> at, nb::handle k, nb::handle v) {
+  PyPlan& plan = *in.read_as("plan");
+  const int layer = at.read_as("layer");
   PyCache& cache = *plan.cache;
   const LayerShape& shape = cache.group(layer).shape;
   const int64_t n = plan.n_tokens;
@@ -153,7 +158,18 @@ constexpr Field<AttendOptions> kAttendFields[] = {
     {"sinks", &field<&AttendOptions::sinks>},     {"return_lse", &field<&AttendOptions::return_lse>},
 };
 
-nb::object attend(PyPlan& plan, int layer, nb::handle q, const nb::kwargs& given) {
+// The checks of attend that need no plan, for attention that is computed elsewhere.
+void check_attention(nb::handle q, const nb::kwargs& given) {
+  AttendOptions options;
+  read_options("attend", given, kAttendFields, options);
+  if (!(options.softcap >= 0) || !std::isfinite(options.softcap))
+    raise(invalid_argument("softcap is " + std::to_string(options.softcap) + ", it must be finite, 0 or more"));
+  if (const InArray queries(q, "q"); !queries.is_double()) (void)queries.element_type();
+}
+
+nb::object attend(Given<PyPlan*> in, Given<int> at, nb::handle q, const nb::kwargs& given) {
+  PyPlan& plan = *in.read_as("plan");
+  const int layer = at.read_as("layer");
   AttendOptions options;
   read_options("attend", given, kAttendFields, options);
   PyCache& cache = *plan.cache;
@@ -222,14 +238,17 @@ PyPlan plan_read(const CachePtr& self, nb::handle requests) {
   std::vector<ReadRequest> asked;
   for (const PairIn& pair : pairs_of(requests, "n_queries")) {
     int64_t n_queries = 0;
-    if (!nb::try_cast(pair.value, n_queries)) raise_type_error("n_queries is an integer");
+    read({"n_queries", pair.value}, n_queries);
     asked.push_back({id_of(*self, pair.sequence), Tokens(n_queries)});
   }
   return {self, check(locked(*self, [&] { return self->cache->plan_read(asked); })), true};
 }
 
-nb::tuple read_dense(PyCache& cache, PyPlan& plan, int64_t place, int layer, int64_t first, nb::handle out_k,
-                     nb::handle out_v) {
+nb::tuple read_dense(PyCache& cache, Given<PyPlan*> in, Given<int64_t> given_place, Given<int> given_layer,
+                     Given<int64_t> given_first, nb::handle out_k, nb::handle out_v) {
+  PyPlan& plan = *in.read_as("plan");
+  const int layer = given_layer.read_as("layer");
+  const int64_t place = given_place.read_as("place"), first = given_first.read_as("first");
   const LayerShape& shape = cache.group(layer).shape;
   if (plan.cache.get() != &cache) raise(invalid_argument("the plan is of another cache"));
   if (place < 0 || place >= plan.n_sequences)
@@ -290,6 +309,10 @@ int attention_parts(std::span<const int32_t> query_start_loc, std::span<const in
   return parts_for(pairs * products_a_key);
 }
 
+void read(const Argument& argument, PyPlan*& into) {
+  if (!nb::try_cast(nb::borrow(argument.value), into)) refuse_type(argument, "what reserve and plan_read return");
+}
+
 void read(const Argument& argument, Scale& into) {
   if (argument.value.is_none()) {
     into.factor = 0;
@@ -322,13 +345,15 @@ void bind_plans(nb::module_& m) {
            "unless\n"
            "all_or_none: then NaN or infinity in one abandons the step for all.")
       .def("abandon", &abandon, "Ends the step without accepting anything.")
+      .def("__reduce__",
+           [](nb::handle) { raise_type_error("[StepPlan] a step is not pickled: it is of one cache's"); })
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
       .def(
           "__exit__",
           [](PyPlan& plan, nb::handle type, nb::handle, nb::handle) {
             if (plan.reads_only || !locked(*plan.cache, [&] { return plan.plan.has_value(); })) return;
             const Status written = locked(*plan.cache, [&] { return check_written(plan); });
-            if (type.is_none() && written.ok()) return commit(plan, nb::none(), false);
+            if (type.is_none() && written.ok()) return commit(plan, nb::none(), {Py_False});
             abandon(plan);
             if (type.is_none()) check(written);
           },
@@ -360,6 +385,7 @@ void bind_plans(nb::module_& m) {
            "int64 [n_tokens], the slot of each new token, for those who write rows themselves; empty for a plan "
            "that only reads.");
 
+  m.def("check_attention", &check_attention, nb::arg("q"), nb::arg("options"));
   m.def("append", &append, nb::arg("plan"), nb::arg("layer"), nb::arg("k").none(), nb::arg("v").none(),
         "Writes a step's new rows of one layer into their slots, quantizing if the group does.\n\n"
         "  k, v  [plan.n_tokens, num_kv_heads, head_dim], or with a batch [batch, num_kv_heads, n, head_dim] of\n"
@@ -367,7 +393,7 @@ void bind_plans(nb::module_& m) {
         "NaN and infinity are reported by commit. Errors: ValueError (shapes), TypeError (dtype), StaleError.\n"
         "Source: PagedAttention, arXiv 2309.06180, section 4.1.");
   m.def(
-      "attend", &attend, nb::arg("plan"), nb::arg("layer"), nb::arg("q"), nb::arg("options"),
+      "attend", &attend, nb::arg("plan").none(), nb::arg("layer").none(), nb::arg("q").none(), nb::arg("options"),
       nb::sig("def attend(plan: StepPlan, layer: int, q: object, *, out: object | None = None, "
               "scale: float | None = None, softcap: float = 0.0, sliding_window: int | None = None, "
               "sinks: object | None = None, return_lse: bool = False) -> object"),
@@ -390,7 +416,8 @@ void bind_plans(nb::module_& m) {
         "process.");
   m.def(
       "set_num_threads",
-      [](int n) {
+      [](Given<int> given) {
+        const int n = given.read_as("num_threads");
         if (n < 1 || n > 1024)
           raise(invalid_argument("num_threads is " + std::to_string(n) + ", allowed are 1 to 1024"));
         set_num_threads(n);

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import pagedkv
@@ -112,6 +113,79 @@ def test_sampling_options_reach_the_sampler(llm):
 def test_what_cannot_be_done_is_refused_by_name(llm, prompt, options, error, match):
     with pytest.raises(error, match=match):
         llm.generate(prompt, **options)
+
+
+@pytest.mark.parametrize("options, error, text", [
+    (dict(temperature="hot"), TypeError, "temperature is 'hot', of type str, allowed are numbers"),
+    (dict(max_tokens=2.0), TypeError, "max_tokens is 2.0, of type float, allowed are integers"),
+    (dict(max_tokens=-2), ValueError, "max_tokens is -2, allowed are -1 to"),
+    (dict(seed=-1), ValueError, "seed is -1, allowed are 0 to"),
+    (dict(seed="x"), TypeError, "seed is 'x'"),
+    (dict(stop=3), TypeError, "stop is 3, of type int, allowed are lists"),
+    (dict(stop=[3]), TypeError, "stop is 3, of type int, allowed are strings"),
+    (dict(logit_bias=[1]), TypeError, r"logit_bias is \[1\], of type list, allowed are dicts"),
+    (dict(logit_bias={"a": 1}), TypeError, "logit_bias is 'a', of type str, allowed are integers"),
+    (dict(ignore_end=1), TypeError, "ignore_end is 1, of type int, allowed are True and False"),
+    (dict(grammar='root ::= "a" | missing'), ValueError, 'the rule "missing" is named, and not defined'),
+])
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_a_wrong_option_is_named_with_what_is_allowed(llm, options, error, text, max_tokens):
+    with pytest.raises(error, match=text):
+        llm.generate("x", **dict(max_tokens=max_tokens) | options)
+
+
+@pytest.mark.parametrize("prompt, error, text", [
+    (b"abc", TypeError, "prompt is b'abc', of type bytes, allowed are texts"),
+    ([1.0, 2.0], TypeError, "prompt is 1.0, of type float, allowed are integers"),
+    (np.ones(3), TypeError, "prompt is 1.0, of type float, allowed are integers"),
+    ([True], TypeError, "prompt is True, of type bool"),
+    ([2**40], ValueError, "prompt is 1099511627776, allowed are"),
+    (np.ones((2, 3), int), ValueError, r"token ids are \[2, 3\], allowed are \[n\] and \[1, n\]"),
+    (7, TypeError, "prompt is 7, of type int, allowed are texts"),
+    (None, TypeError, "prompt is None"),
+])
+def test_what_is_no_prompt_is_refused_by_name(llm, prompt, error, text):
+    with pytest.raises(error, match=text):
+        llm.generate(prompt, max_tokens=1)
+
+
+def test_token_ids_come_as_any_integers(llm):
+    ids = llm.tokenize("The sky is")
+    expected = llm.generate(ids, max_tokens=5, temperature=0).text
+    forms = [tuple(ids), np.array(ids), np.array([ids], np.int32), [np.int64(i) for i in ids]]
+    try:
+        import torch
+
+        forms += [torch.tensor(ids), torch.tensor([ids]), list(torch.tensor(ids))]
+    except ImportError:
+        pass
+    for form in forms:
+        assert llm.generate(form, max_tokens=5, temperature=0).text == expected
+        assert llm.detokenize(form) == "The sky is"
+
+
+def test_no_tokens_are_none(llm):
+    answer = llm.generate("The sky is", max_tokens=0)
+    assert (answer.text, answer.finish_reason, answer.usage["completion_tokens"]) == ("", "length", 0)
+    assert answer.usage["prompt_tokens"] == len(llm.tokenize("The sky is"))
+    assert [a.text for a in llm.generate("x", max_tokens=0, n=3)] == [""] * 3
+    assert list(llm.generate("x", max_tokens=0, stream=True)) == []
+    with pytest.raises(ValueError, match="empty"):
+        llm.generate("", max_tokens=0)
+
+
+def test_no_seed_is_another_one_each_time(llm):
+    texts = {llm.generate("A story:", max_tokens=16, seed=None, temperature=2.0, top_p=1.0).text for _ in range(4)}
+    assert len(texts) == 4
+
+
+def test_statistics_right_after_an_answer_hold_it(llm):
+    for _ in range(5):
+        before = llm.stats()
+        llm.generate("x", max_tokens=3, ignore_end=True)
+        after = llm.stats()
+        assert after["finished_length"] - before["finished_length"] == 1
+        assert after["generated_tokens"] - before["generated_tokens"] == 3
 
 
 @pytest.mark.parametrize("options", [

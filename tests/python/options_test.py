@@ -1,5 +1,6 @@
 """Arguments by name: a wrong one is told with its name, its value and what is allowed."""
 
+import pickle
 import re
 
 import numpy as np
@@ -113,3 +114,75 @@ def test_the_signature_names_what_there_is(function, call):
     signature = function.__nb_signature__[0][0]
     by_name = re.findall(r"(\w+):", signature[signature.index("*"):])
     assert by_name == str(caught.value).split("there are ")[1].split(", ")
+
+
+CALLS = {
+    "start's name_space": lambda cache: cache.start([1], name_space=3),
+    "start's reuse": lambda cache: cache.start([1], reuse=1),
+    "fork's sequence": lambda cache: cache.fork(3),
+    "truncate's length": lambda cache: cache.truncate(cache.start().sequence, 1.5),
+    "length's sequence": lambda cache: cache.length("a"),
+    "release's sequence": lambda cache: cache.release(cache),
+    "blocks_held's group": lambda cache: cache.blocks_held(cache.start().sequence, 0.5),
+    "grow's tokens": lambda cache: cache.grow_to_capacity("9"),
+    "tensors' layer": lambda cache: cache.tensors(0.0),
+    "stats' resident": lambda cache: cache.stats(resident=1),
+    "plan_read's heads": lambda cache: cache.plan_read([], 2.0),
+    "plan_read's queries": lambda cache: cache.plan_read([(cache.start().sequence, 1.0)]),
+    "read_dense's plan": lambda cache: cache.read_dense(1, 0, 0),
+    "read_dense's place": lambda cache: cache.read_dense(cache.plan_read([]), 0.0, 0),
+    "image_bytes' group": lambda cache: cache.image_bytes("0"),
+    "commit's all_or_none": lambda cache: cache.reserve([]).commit(all_or_none=0),
+    "block_tables' group": lambda cache: cache.reserve([]).block_tables(0.0),
+    "append's plan": lambda cache: pagedkv.append(1, 0, None, None),
+    "append's layer": lambda cache: pagedkv.append(cache.reserve([]), 0.0, None, None),
+    "attend's plan": lambda cache: pagedkv.attend("plan", 0, None),
+    "attend's layer": lambda cache: pagedkv.attend(cache.reserve([]), "0", None),
+    "threads": lambda cache: pagedkv.set_num_threads(1.5),
+    "bytes_per_token's heads": lambda cache: pagedkv.bytes_per_token("q8", 1.0, 8),
+    "bytes_per_token's mode": lambda cache: pagedkv.bytes_per_token(8, 1, 8),
+    "quantize's mode": lambda cache: pagedkv.quantize_symmetric(np.ones((1, 8), np.float32), 8),
+    "dequantize's head_dim": lambda cache: pagedkv.dequantize_symmetric(np.ones((1, 8), np.int8), [1], 8.0),
+    "PagedKVCache's block_size": lambda cache: pagedkv.PagedKVCache(block_size=16.0),
+    "PagedKVCache's dynamic": lambda cache: pagedkv.PagedKVCache(dynamic="no"),
+    "PagedKVCache's mode": lambda cache: pagedkv.PagedKVCache(kv_quant_config=8),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_no_call_answers_with_a_bare_signature(call):
+    with pytest.raises(TypeError, match=r"^\w+ is .*, of type \w+, allowed are .*"):
+        call(pagedkv.Cache(**SHAPE))
+
+
+def test_pickle_says_why_not():
+    cache = pagedkv.Cache(**SHAPE)
+    for thing in (cache, cache.start().sequence, cache.reserve([]), pagedkv.PagedKVCache()):
+        with pytest.raises(TypeError, match="not pickled: "):
+            pickle.dumps(thing)
+
+
+def odd_arrays():
+    yield "of elements of type object", np.array([[object()]])
+    yield "of elements of type <U1", np.array([["a"]])
+    yield "of elements of type datetime64", np.array([["2020-01-01"]], "datetime64[D]")
+    yield "is a list, expected an array", [[1.0]]
+    yield "is a NoneType, expected an array", None
+    try:
+        import torch
+    except ImportError:
+        return
+    yield "on device meta", torch.ones(1, 8, device="meta")
+    yield "of layout torch.sparse_coo, expected a dense tensor", torch.ones(1, 8).to_sparse()
+    yield "of layout torch.sparse_csr", torch.ones(1, 8).to_sparse_csr()
+    yield "quantized, torch.qint8", torch.quantize_per_tensor(torch.ones(1, 8), 1.0, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_arrays_that_cannot_be_read_say_what_they_are():
+    cache = pagedkv.Cache(**SHAPE)
+    for text, array in odd_arrays():
+        for call in (lambda: pagedkv.quantize_symmetric(array),
+                     lambda: pagedkv.append(cache.reserve([(cache.start().sequence, 1)]), 0, array, array)):
+            with pytest.raises(TypeError, match=text):
+                call()

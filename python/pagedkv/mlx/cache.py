@@ -87,6 +87,8 @@ class PagedPromptCache(PagedKVCache):
     def __init__(self, block_size=16, num_blocks=64, kv_quant_config=None, dynamic=True, sliding_window=None,
                  keep_behind_window=False):
         super().__init__(block_size, num_blocks, kv_quant_config, dynamic)
+        if sliding_window is not None:
+            _core.check_cache_options(sliding_window=sliding_window)
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"sliding_window is {sliding_window}, allowed are 1 and more, or None")
         self.sliding_window = sliding_window
