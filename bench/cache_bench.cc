@@ -24,7 +24,7 @@ CacheOptions small_rows(int64_t num_blocks, bool sharing, int64_t block_size = 1
 
 std::vector<int32_t> random_tokens(int64_t n, uint32_t seed) {
   std::mt19937 random(seed);
-  std::vector<int32_t> tokens(size_t(n));
+  std::vector<int32_t> tokens(static_cast<size_t>(n));
   for (auto& token : tokens) token = int32_t(random() % 50000);
   return tokens;
 }

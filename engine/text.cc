@@ -202,7 +202,7 @@ class LlamaText final : public Text, public Vocabulary {
 
   const SortedPieces& sorted_pieces() const override {
     std::call_once(pieces_once_, [this] {
-      std::vector<std::string> pieces(size_t(vocab_size()));
+      std::vector<std::string> pieces(size_t(this->vocab_size()));
       for (size_t token = 0; token < pieces.size(); ++token) pieces[token] = piece(int32_t(token));
       pieces_.emplace(pieces);
     });

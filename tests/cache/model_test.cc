@@ -45,7 +45,7 @@ class RandomWorld {
   }
   // Few token values and few beginnings, so that prefixes repeat and diverge anywhere.
   std::vector<int32_t> some_tokens(int n) {
-    std::vector<int32_t> list(size_t(n));
+    std::vector<int32_t> list(static_cast<size_t>(n));
     for (auto& token : list) token = below(2);
     return list;
   }

@@ -20,7 +20,7 @@ namespace pagedkv::engine {
 // Any tokens do: the models are random. 3 and above are neither control tokens nor ends.
 inline std::vector<int32_t> random_tokens(int n, int64_t vocab_size, uint32_t seed) {
   std::mt19937 random(seed);
-  std::vector<int32_t> tokens(size_t(n));
+  std::vector<int32_t> tokens(static_cast<size_t>(n));
   for (int32_t& t : tokens) t = 3 + int32_t(random() % uint32_t(vocab_size - 3));
   return tokens;
 }

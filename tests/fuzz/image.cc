@@ -96,7 +96,7 @@ kernels::RowStore store_of(const TensorView& rows, const TensorView& scales, For
 void check_row(const kernels::Entry& entry, const kernels::RowStore& store, const float* x, int64_t slot,
                int64_t head) {
   const int64_t n_bytes = row_bytes(store.format, store.head_dim).n;
-  std::vector<std::byte> expected(size_t(n_bytes));
+  std::vector<std::byte> expected(static_cast<size_t>(n_bytes));
   float scale = 0;
   require(entry.quantize(x, 1, store.head_dim, store.format, expected.data(), &scale) == -1);
   const std::byte* row = store.rows + slot * store.slot_stride + head * store.head_stride;
@@ -124,7 +124,7 @@ void check_append(const kernels::Entry& entry, Arena& arena, FuzzedDataProvider&
                                   .num_kv_heads = shape.num_kv_heads,
                                   .num_blocks = 1};
   const auto row = [&](int64_t n) {  // bytes of the input first, then zeros
-    std::vector<float> x(size_t(n));
+    std::vector<float> x(static_cast<size_t>(n));
     const std::vector<uint8_t> bytes = input.ConsumeBytes<uint8_t>(x.size() * sizeof(float));
     if (!bytes.empty()) std::memcpy(x.data(), bytes.data(), bytes.size());
     return x;

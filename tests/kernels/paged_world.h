@@ -116,7 +116,7 @@ class World {
     int64_t used = 0;
     for (int64_t length : spec_.lengths) used += (length + spec_.block_size - 1) / spec_.block_size;
     num_blocks_ = used + 3;
-    std::vector<int32_t> ids(size_t(num_blocks_));
+    std::vector<int32_t> ids(static_cast<size_t>(num_blocks_));
     std::iota(ids.begin(), ids.end(), 0);
     std::shuffle(ids.begin(), ids.end(), random_);
     for (int64_t length : spec_.lengths) {

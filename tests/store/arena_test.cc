@@ -132,7 +132,7 @@ TEST(Arena, AnyOrderOfCommitsAndDecommitsKeepsTheAccounts) {
   ASSERT_TRUE(made.ok());
   Arena& arena = **made;
   const int64_t extents = 2000 / arena.layout().extent_blocks;
-  std::vector<bool> committed(size_t(extents));
+  std::vector<bool> committed(static_cast<size_t>(extents));
   uint32_t state = 1;
   for (int i = 0; i < 2000; ++i) {
     state = state * 1664525u + 1013904223u;

@@ -59,7 +59,7 @@ struct Script {
   std::vector<int32_t> tokens;
   size_t at = 0;
   std::vector<float> next(int64_t vocabulary) {
-    std::vector<float> logits(size_t(vocabulary));
+    std::vector<float> logits(static_cast<size_t>(vocabulary));
     if (at < tokens.size()) logits[size_t(tokens[at++])] = 10;
     return logits;
   }
