@@ -233,7 +233,8 @@ class Page(unittest.TestCase):
                 time.sleep(0.15)
             page.fill("#say", "What is a paged KV cache?")
             page.keyboard.press("Enter")
-            time.sleep(6)
+            page.wait_for_function("/s/.test(document.querySelector('#map').dataset.states) && "
+                                   "document.querySelector('#talk').textContent.length > 120", timeout=120000)
             page.screenshot(path=os.environ["PAGEDKV_SCREENSHOT"])
             for t in threads:
                 t.join()
