@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <array>
-#include <boost/asio/ip/address.hpp>
-#include <boost/beast/core/string.hpp>
+#include <boost/url.hpp>
+#include <cstdint>
 #include <string_view>
 #include <utility>
 
@@ -15,12 +15,27 @@
 namespace pagedkv::server {
 namespace {
 
-using boost::asio::ip::make_address;
+namespace urls = boost::urls;
+using urls::grammar::ci_is_equal;
 
 std::string machine_name() {
   std::array<char, 256> name{};
   if (gethostname(name.data(), name.size() - 1) != 0) return "";
   return host_of(name.data()).value_or("");
+}
+
+enum class Address : uint8_t { kNone, kLoopback, kUnspecified, kOther };
+
+// What sort of IP address `host` is.
+Address address_of(const std::string& host) {
+  const auto sort = [](const auto& address) {
+    return address.is_loopback()      ? Address::kLoopback
+           : address.is_unspecified() ? Address::kUnspecified
+                                      : Address::kOther;
+  };
+  if (const auto v4 = urls::parse_ipv4_address(host)) return sort(*v4);
+  if (const auto v6 = urls::parse_ipv6_address(host)) return sort(*v6);
+  return Address::kNone;
 }
 
 // The time tells nothing but whether the lengths are equal.
@@ -34,11 +49,8 @@ Access::Access(AccessRules rules)
     : rules_([&] {
         for (std::string& name : rules.allowed_hosts) name = host_of(name).value_or(name);
         return std::move(rules);
-      }()) {
-  boost::system::error_code error;
-  const auto address = make_address(rules_.host, error);
-  any_address_ = !error && address.is_unspecified();
-}
+      }()),
+      any_address_(address_of(rules_.host) == Address::kUnspecified) {}
 
 std::optional<ApiError> Access::check_host(const HttpRequest& request) const {
   const auto& allowed = rules_.allowed_hosts;
@@ -49,9 +61,8 @@ std::optional<ApiError> Access::check_host(const HttpRequest& request) const {
   if (is_allowed("*") || request.host.empty()) return std::nullopt;
   const auto host = host_of(request.host);
   if (host) {
-    boost::system::error_code error;
-    const auto address = make_address(*host, error);
-    if (!error && (address.is_loopback() || any_address_)) return std::nullopt;
+    const Address address = address_of(*host);
+    if (address == Address::kLoopback || (any_address_ && address != Address::kNone)) return std::nullopt;
     if (*host == "localhost" || host->ends_with(".localhost") || *host == rules_.host || is_allowed(*host) ||
         (any_address_ && *host == machine_name()))
       return std::nullopt;
@@ -79,8 +90,7 @@ std::optional<ApiError> Access::check_page(const HttpRequest& request) const {
   const std::string_view origin = request.header("origin");
   if (origin.empty() || rules_.cors_origin == "*" || origin == rules_.cors_origin) return std::nullopt;
   const size_t host = origin.find("://");
-  if (host != std::string_view::npos && boost::beast::iequals(origin.substr(host + 3), request.host))
-    return std::nullopt;
+  if (host != std::string_view::npos && ci_is_equal(origin.substr(host + 3), request.host)) return std::nullopt;
   return ApiError{.status = 403,
                   .message = "pages of another origin may not call this server (--cors-origin)",
                   .type = "permission_error"};
@@ -91,7 +101,7 @@ std::optional<ApiError> Access::check_key(const HttpRequest& request) const {
   constexpr std::string_view kScheme = "Bearer ";
   std::string_view given = request.header("authorization");
   bool found = false;
-  if (boost::beast::iequals(given.substr(0, kScheme.size()), kScheme)) {
+  if (ci_is_equal(given.substr(0, kScheme.size()), kScheme)) {
     given.remove_prefix(kScheme.size());
     for (const std::string& key : rules_.api_keys) found |= equal_in_constant_time(key, given);
   }

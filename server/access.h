@@ -33,7 +33,7 @@ class Access {
 
  private:
   const AccessRules rules_;
-  bool any_address_ = false;  // it listens on all addresses of the machine
+  const bool any_address_;  // it listens on all addresses of the machine
 };
 
 }  // namespace pagedkv::server

@@ -92,10 +92,30 @@ CompletionReply::CompletionReply(Endpoint endpoint, std::string id, std::string 
       text_(text),
       choices_(static_cast<size_t>(n_choices)) {}
 
+// The tokens whose text is shown by now. Those of a stop string never are, and are not listed.
+std::vector<ScoredToken> CompletionReply::listed(Choice& choice, const engine::Delta& delta) const {
+  choice.held.insert(choice.held.end(), delta.tokens.begin(), delta.tokens.end());
+  const bool first_words = choice.n_shown == 0 && !delta.text.empty() && delta.text[0] != ' ';
+  choice.n_shown += std::ssize(delta.text);
+  if (choice.held.empty()) return {};
+  // A space that an answer's first token begins with may be the vocabulary's, not the text's.
+  if (first_words && choice.n_listed == 0 && text_.piece(choice.held[0].drawn.token).starts_with(' '))
+    choice.n_listed = -1;
+  const bool all = delta.finish == engine::FinishReason::kLength;
+  size_t n = 0;
+  for (; n < choice.held.size() && (all || choice.n_listed < choice.n_shown); ++n)
+    choice.n_listed += std::ssize(text_.piece(choice.held[n].drawn.token));
+  const auto end = choice.held.begin() + static_cast<std::ptrdiff_t>(n);
+  std::vector<ScoredToken> tokens(choice.held.begin(), end);
+  choice.held.erase(choice.held.begin(), end);
+  return tokens;
+}
+
 void CompletionReply::add(const engine::Delta& delta) {
   Choice& choice = choices_[static_cast<size_t>(delta.choice)];
   choice.text += delta.text;
-  choice.tokens.insert(choice.tokens.end(), delta.tokens.begin(), delta.tokens.end());
+  const std::vector<ScoredToken> tokens = listed(choice, delta);
+  choice.tokens.insert(choice.tokens.end(), tokens.begin(), tokens.end());
   if (delta.finish) choice.finish = engine::finish_reason_name(*delta.finish);
 }
 
@@ -120,11 +140,10 @@ std::string CompletionReply::events(const engine::Delta& delta) {
   }
   choice.begun = true;
   std::string logprobs = "null";
-  if (logprobs_ && !delta.tokens.empty()) {
-    logprobs = dump(endpoint_ == Endpoint::kChat ? chat_logprobs(delta.tokens, text_)
-                                                 : legacy_logprobs(delta.tokens, choice.text_offset, text_));
-    for (const ScoredToken& token : delta.tokens)
-      choice.text_offset += n_characters(text_.piece(token.drawn.token));
+  if (const std::vector<ScoredToken> tokens = listed(choice, delta); !tokens.empty()) {
+    logprobs = dump(endpoint_ == Endpoint::kChat ? chat_logprobs(tokens, text_)
+                                                 : legacy_logprobs(tokens, choice.text_offset, text_));
+    for (const ScoredToken& token : tokens) choice.text_offset += n_characters(text_.piece(token.drawn.token));
   }
   if (!delta.text.empty() || logprobs != "null") {
     const std::string text = dump(delta.text);

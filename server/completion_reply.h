@@ -31,8 +31,13 @@ class CompletionReply {
     std::vector<engine::ScoredToken> tokens;
     std::string finish;
     bool begun = false;
-    int64_t text_offset = 0;  // of the next token, for the older form of logprobs
+    std::vector<engine::ScoredToken> held =
+        {};                   // tokens whose text was not shown yet: a stop string may cut it off
+    int64_t n_shown = 0;      // bytes of text,
+    int64_t n_listed = 0;     // and those that the listed tokens stand for
+    int64_t text_offset = 0;  // characters before the next token, for the older form of logprobs
   };
+  std::vector<engine::ScoredToken> listed(Choice& choice, const engine::Delta& delta) const;
   std::string event(std::string choices, bool usage_null) const;
 
   const Endpoint endpoint_;

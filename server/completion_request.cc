@@ -18,6 +18,7 @@ constexpr size_t kMaxStops = 16;
 constexpr size_t kMaxStopBytes = 1024;
 constexpr size_t kMaxBiases = 1024;
 constexpr size_t kMaxSaltBytes = 256;
+constexpr size_t kMaxGrammarBytes = 64 << 10;
 
 void read_stop(Fields& fields, std::vector<std::string>& stop) {
   const Json* value = fields.find("stop");
@@ -140,7 +141,7 @@ std::optional<ApiError> check_bytes(const Reader& reader, int64_t n_bytes, const
   return too_long("at least " + std::to_string(least), reader.context, param);
 }
 
-Tokenized tokenized(Result<std::vector<int32_t>> tokens, const std::string& param) {
+Tokenized tokenized(Result<std::vector<int32_t>>&& tokens, const std::string& param) {
   if (!tokens.ok()) return api_error(tokens.status(), param);
   return *std::move(tokens);
 }
@@ -234,7 +235,7 @@ void read_stream(Fields& fields, std::optional<ApiError>& error, CompletionReque
 // Fields of other servers' that change the answer, and are not obeyed here.
 void refuse_constraints(Fields& fields) {
   const auto is_off = [](const Json& value) {
-    return value.empty() || value == 0 || value == false || value == "";
+    return value.empty() || value == 0 || value == false || (value.is_string() && shown(value) == "\"\"");
   };
   for (const char* name : {"guided_json",
                            "guided_regex",
@@ -242,7 +243,6 @@ void refuse_constraints(Fields& fields) {
                            "guided_grammar",
                            "structured_outputs",
                            "json_schema",
-                           "grammar",
                            "grammar_lazy",
                            "min_tokens",
                            "stop_token_ids",
@@ -382,7 +382,10 @@ ApiResult<CompletionRequest> read_completion(Endpoint endpoint, std::string_view
   if (error) return *error;
   auto grammar = read_format(fields.find("response_format"), body, gone);
   if (!grammar.ok()) return grammar.error();
-  request.answer.sampling.grammar = *std::move(grammar);
+  const std::string own_grammar = fields.string("grammar", "", kMaxGrammarBytes);
+  if (!own_grammar.empty() && !grammar->empty())
+    fields.refuse("grammar", "grammar and response_format are given; an answer follows one of them");
+  request.answer.sampling.grammar = own_grammar.empty() ? *std::move(grammar) : own_grammar;
   read_answer(fields, limits, request);
   out.user = fields.string("user", "", 256);
   read_stream(fields, error, out);

@@ -3,8 +3,10 @@
 #include <malloc.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <optional>
+#include <string_view>
 #include <utility>
 
 namespace pagedkv::server {
@@ -22,14 +24,20 @@ std::optional<int64_t> heap_live_bytes() {
 #endif
 }
 
-// Parallel lists, short for the wire: state by letter (- free o open f full s shared c cached . no memory).
+// Parallel lists, short for the wire: state by letter (- free o open f full s shared c cached . no memory). Of a
+// large pool they hold the first blocks; the counts are of all.
 OrderedJson blocks_json(const BlockViews& views) {
+  constexpr std::string_view kLetters = ".-ofsc";
   std::string states;
+  std::array<int64_t, kLetters.size()> counts{};
+  for (const BlockView& b : views.blocks) ++counts[static_cast<size_t>(b.state)];
+  OrderedJson counted;
+  for (size_t i = 0; i < kLetters.size(); ++i) counted[std::string(1, kLetters[i])] = counts[i];
   OrderedJson holders = OrderedJson::array(), ages = holders, sequences = holders, keys = holders;
   const auto n = std::min<int64_t>(std::ssize(views.blocks), kMaxDrawnBlocks);
   for (int64_t i = 0; i < n; ++i) {
     const BlockView& b = views.blocks[static_cast<size_t>(i)];
-    states += ".-ofsc"[static_cast<int>(b.state)];
+    states += kLetters[static_cast<size_t>(b.state)];
     holders.push_back(b.holders);
     ages.push_back(views.step - b.last_step);
     sequences.push_back(b.sequence);
@@ -37,9 +45,9 @@ OrderedJson blocks_json(const BlockViews& views) {
     if (b.key != 0) std::snprintf(key, sizeof key, "%016llx", static_cast<unsigned long long>(b.key));
     keys.push_back(key);
   }
-  return {{"total", views.blocks.size()},      {"states", states},
-          {"holders", std::move(holders)},     {"ages", std::move(ages)},
-          {"sequences", std::move(sequences)}, {"keys", std::move(keys)}};
+  return {{"total", views.blocks.size()},  {"counts", std::move(counted)}, {"states", states},
+          {"holders", std::move(holders)}, {"ages", std::move(ages)},      {"sequences", std::move(sequences)},
+          {"keys", std::move(keys)}};
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 """What requests may say and what answers look like, where other servers and clients have words of their own."""
+import json
 import time
 import unittest
 
-from served import Served, post, raw, user
+from served import Served, events_of, post, raw, user
 
 
 class Api(unittest.TestCase):
@@ -15,24 +16,31 @@ class Api(unittest.TestCase):
         cls.server.__exit__()
 
     def test_a_stream_that_fails_ends_with_its_error(self):
-        with Served() as server:
-            # Not asked to close, the server does so all the same: raw() reads until then.
-            answer = raw(server, post({**user("crash:"), "stream": True}).replace(b"Connection: close", b"X: y"))
-            self.assertIn(b"text/event-stream", answer)
-            self.assertIn(b'data: {"error"', answer)
-            self.assertTrue(answer.endswith(b"\r\n0\r\n\r\n"))
-            self.assertNotIn(b"[DONE]", answer)
+        # Not asked to close, the server does so all the same: raw() reads until then.
+        answer = raw(self.server, post({**user("loop:x"), "grammar": "dead end", "stream": True}).replace(
+            b"Connection: close", b"X: y"))
+        self.assertIn(b"text/event-stream", answer)
+        self.assertIn(b'data: {"error"', answer)
+        self.assertTrue(answer.endswith(b"\r\n0\r\n\r\n"))
+        self.assertNotIn(b"[DONE]", answer)
 
     def test_constraints_that_would_not_be_obeyed_are_refused(self):
-        for field, value in (("guided_json", {"type": "object"}), ("grammar", 'root ::= "a"'), ("min_tokens", 5),
+        for field, value in (("guided_json", {"type": "object"}), ("min_tokens", 5),
                              ("stop_token_ids", [1]), ("use_beam_search", True), ("length_penalty", 2),
                              ("skip_special_tokens", False), ("chat_template", "x")):
             code, answer = self.server.chat("say:x", **{field: value})
             self.assertEqual((code, answer["error"]["param"]), (400, field))
-        for field, value in (("guided_json", None), ("grammar", ""), ("min_tokens", 0), ("stop_token_ids", []),
+        for field, value in (("guided_json", None), ("min_tokens", 0), ("stop_token_ids", []),
                              ("use_beam_search", False), ("length_penalty", 1.0), ("skip_special_tokens", True)):
             self.assertEqual(self.server.chat("say:x", **{field: value})[0], 200, field)
         self.assertEqual(self.server.chat("loop:x", n_predict=3)[1]["usage"]["completion_tokens"], 3)
+
+    def test_a_grammar_is_followed(self):
+        code, answer = self.server.chat("loop:x", grammar="dead end", max_tokens=9)  # what the scripted model knows of it
+        self.assertEqual((code, "no token goes on" in answer["error"]["message"]), (400, True))
+        self.assertEqual(self.server.chat("say:x", grammar="")[0], 200)
+        code, answer = self.server.chat("say:x", grammar="dead end", response_format={"type": "json_object"})
+        self.assertEqual((code, answer["error"]["param"]), (400, "grammar"))
 
     def test_what_routers_send_along_is_not_told_as_ignored(self):
         _, headers, _ = self.server.request("POST", "/v1/chat/completions", {
@@ -45,6 +53,16 @@ class Api(unittest.TestCase):
         self.assertEqual(answer["text"], "a\u20acb")
         self.assertEqual(scores["tokens"][:5], ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b"])
         self.assertEqual(scores["text_offset"][0:2] + scores["text_offset"][4:5], [0, 1, 2])
+
+    def test_tokens_of_a_stop_string_are_not_listed(self):
+        body = {"prompt": "say:The quick brown fox", "logprobs": 1}
+        for stop, tokens in (("ick", "The qu"), ("The", ""), ("xyz", "The quick brown fox"), ("oxen", "The quick brown fox")):
+            answer = self.server.post("/v1/completions", {**body, "stop": stop})[1]["choices"][0]
+            self.assertEqual("".join(answer["logprobs"]["tokens"]), tokens)
+            text = self.server.request("POST", "/v1/completions", {**body, "stop": stop, "stream": True})[2].decode()
+            pieces = [json.loads(event)["choices"][0] for event in events_of(text)[:-1]]
+            streamed = [token for piece in pieces for token in (piece["logprobs"] or {"tokens": []})["tokens"]]
+            self.assertEqual("".join(streamed), tokens)
 
     def test_history_of_older_clients_is_read(self):
         for message in ({"function_call": {"name": "f", "arguments": "{}"}}, {"refusal": "no"},

@@ -80,6 +80,83 @@ class Page(unittest.TestCase):
             self.assertEqual(self.problems, [])
             page.close()
 
+    def test_clear_stops_the_answer(self):
+        with Served(step_ms=20) as server:
+            page = self.open(server)
+            page.fill("#say", "loop:abc")
+            page.click("#send")
+            page.wait_for_function("document.querySelector('#talk').textContent.includes('abcabc')")
+            page.click("#clear")
+            server.idle(3)
+            self.assertEqual(page.text_content("#talk"), "")
+            page.wait_for_function("!document.querySelector('#send').disabled")
+            page.fill("#say", "say:again")
+            page.click("#send")
+            page.wait_for_function("document.querySelector('#talk').textContent.endsWith('again')")
+            self.assertEqual(server.idle()["recent"][0]["prompt_tokens"], len("user> say:again\n") + 1)
+            page.close()
+
+    def test_a_message_that_is_too_long_does_not_end_the_chat(self):
+        with Served(context=128) as server:
+            page = self.open(server)
+            page.fill("#say", "x" * 300)
+            page.click("#send")
+            page.wait_for_function("document.querySelector('#talk').textContent.includes('too long')")
+            self.assertEqual(page.input_value("#say"), "x" * 300)
+            page.fill("#say", "say:fine")
+            page.click("#send")
+            page.wait_for_function("document.querySelector('#talk').textContent.endsWith('fine')")
+            page.close()
+
+    def test_enter_that_ends_a_composition_does_not_send(self):
+        with Served() as server:
+            page = self.open(server)
+            page.fill("#say", "say:x")
+            for detail in ("isComposing: true", "keyCode: 229"):
+                page.evaluate("document.querySelector('#say').dispatchEvent(new KeyboardEvent('keydown', "
+                              "{key: 'Enter', bubbles: true, cancelable: true, %s}))" % detail)
+            self.assertEqual((page.text_content("#talk"), page.input_value("#say")), ("", "say:x"))
+            page.press("#say", "Enter")
+            page.wait_for_function("document.querySelector('#talk').textContent.endsWith('modelx')")
+            page.close()
+
+    def test_the_legend_counts_all_blocks_of_a_large_pool(self):
+        with Served(num_blocks=9000) as server:
+            page = self.open(server)
+            self.assertEqual(len(self.states(page)), 8192)
+            self.assertEqual(page.text_content("#n-free"), "9,000")
+            self.assertIn("first 8,192 of 9,000 blocks", page.text_content("#drawn"))
+            page.close()
+        with Served() as server:
+            page = self.open(server)
+            self.assertFalse(page.is_visible("#drawn"))
+            self.assertRegex(page.text_content("#curve"), r"\d+ B.*tokens.*2 minutes")
+            page.close()
+
+    def test_a_server_that_is_gone_is_said_plainly(self):
+        server = Served(step_ms=20).__enter__()
+        page = self.open(server)
+        self.assertEqual(page.evaluate("getComputedStyle(document.querySelector('#figures')).opacity"), "1")
+        server.__exit__()
+        page.wait_for_function("document.querySelector('#state').textContent.includes('does not answer')")
+        self.assertLess(float(page.evaluate("getComputedStyle(document.querySelector('#figures')).opacity")), 0.6)
+        page.close()
+
+    def test_a_welcome_page_calls_with_the_headers_of_the_js_client(self):
+        with Served() as other, Served(cors=other.url, max_body=4000) as server:
+            page = self.browser.new_page(bypass_csp=True)  # on a page of the other server's origin
+            page.goto(other.url + "/")
+            ask = """async ([url, content]) => {
+                const answer = await fetch(url + "/v1/chat/completions", {method: "POST", headers: {
+                    "Content-Type": "application/json", Authorization: "Bearer none", "X-Stainless-Lang": "js",
+                    "X-Stainless-OS": "Linux", "X-Stainless-Retry-Count": "0", "X-Stainless-Runtime": "browser:chrome"},
+                    body: JSON.stringify({messages: [{role: "user", content}], shiny: 1})});
+                return [answer.status, answer.headers.get("X-Request-Id"), answer.headers.get("X-Ignored-Fields")]; }"""
+            status, request_id, ignored = page.evaluate(ask, [server.url, "say:x"])
+            self.assertEqual((status, request_id[:9], ignored), (200, "chatcmpl-", "shiny"))
+            self.assertEqual(page.evaluate(ask, [server.url, "x" * 5000])[0], 413)
+            page.close()
+
     def test_a_key_is_sent(self):
         server = Served(key="k1")
         try:
@@ -124,6 +201,8 @@ class Page(unittest.TestCase):
         with Served() as server:
             page = self.open(server, viewport={"width": 360, "height": 700})
             self.assertLessEqual(page.evaluate("document.documentElement.scrollWidth"), 360)
+            top = {name: page.locator(name).bounding_box()["y"] for name in ("#chat", "#map")}
+            self.assertLess(top["#chat"], top["#map"])
             page.close()
 
     def test_light_and_dark_differ(self):
@@ -154,7 +233,8 @@ class Page(unittest.TestCase):
                 time.sleep(0.15)
             page.fill("#say", "What is a paged KV cache?")
             page.keyboard.press("Enter")
-            time.sleep(6)
+            page.wait_for_function("/s/.test(document.querySelector('#map').dataset.states) && "
+                                   "document.querySelector('#talk').textContent.length > 120", timeout=120000)
             page.screenshot(path=os.environ["PAGEDKV_SCREENSHOT"])
             for t in threads:
                 t.join()
