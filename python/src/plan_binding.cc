@@ -310,7 +310,7 @@ int attention_parts(std::span<const int32_t> query_start_loc, std::span<const in
 }
 
 void read(const Argument& argument, PyPlan*& into) {
-  if (!nb::try_cast(nb::borrow(argument.value), into)) refuse_type(argument, "what reserve and plan_read return");
+  if (!nb::try_cast(argument.value, into, false) || into == nullptr) refuse_type(argument, "what reserve and plan_read return");
 }
 
 void read(const Argument& argument, Scale& into) {
