@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import warnings
+from typing import Any
 
 warnings.simplefilter("ignore", FutureWarning)  # past_key_values is about to be called cache
 
@@ -20,14 +21,14 @@ from pagedkv.hf import PagedCache
 failures = 0
 
 
-def expect(claim, what):
+def expect(claim: object, what: str) -> None:
     global failures
     if not claim:
         print(f"not so: {what}", file=sys.stderr)
         failures += 1
 
 
-def load(arguments):
+def load(arguments: list[str]) -> tuple[Any, Any, Any]:
     """A model that attends over packed blocks, and a prompt as token ids [1, n]."""
     if arguments:
         tokenizer = transformers.AutoTokenizer.from_pretrained(arguments[0])
@@ -43,11 +44,11 @@ def load(arguments):
     return model.eval(), torch.randint(1, 128, (1, 100)), lambda ids: " ".join(str(int(i)) for i in ids)
 
 
-def generate(model, ids, cache, n_tokens):
+def generate(model: Any, ids: Any, cache: Any, n_tokens: int) -> Any:
     return model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=n_tokens)
 
 
-def main(arguments):
+def main(arguments: list[str]) -> int:
     model, ids, decode = load(arguments)
     torch.set_num_threads(min(4, os.cpu_count() or 1))
 

@@ -8,6 +8,7 @@ import copy
 import os
 import sys
 import tempfile
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map_with_path
@@ -19,19 +20,19 @@ import pagedkv.mlx
 failures = 0
 
 
-def expect(claim, what):
+def expect(claim: object, what: str) -> None:
     global failures
     if not claim:
         print(f"not so: {what}", file=sys.stderr)
         failures += 1
 
 
-def load(arguments):
+def load(arguments: list[str]) -> tuple[Any, Any, Any]:
     """A model, a prompt as token ids, and what turns ids into text."""
     if arguments:
         import mlx_lm
 
-        model, tokenizer = mlx_lm.load(arguments[0])
+        model, tokenizer = mlx_lm.load(arguments[0])[:2]
         return model, tokenizer.encode(arguments[1] if len(arguments) > 1 else "Once upon a time"), tokenizer.decode
     from mlx_lm.models import llama
 
@@ -44,15 +45,15 @@ def load(arguments):
     return model, mx.random.randint(1, 128, (100,)).tolist(), lambda ids: " ".join(map(str, ids))
 
 
-def generate(model, ids, cache, n_tokens):
+def generate(model: Any, ids: Any, cache: Any, n_tokens: int) -> Any:
     return [token for token, _ in generate_step(mx.array(ids), model, prompt_cache=cache, max_tokens=n_tokens)]
 
 
-def total(cache, name):
+def total(cache: Any, name: str) -> int:
     return sum(layer.paged_stats().get(name, 0) for layer in cache)
 
 
-def main(arguments):
+def main(arguments: list[str]) -> int:
     mx.set_default_device(mx.cpu)
     model, ids, decode = load(arguments)
 

@@ -6,13 +6,14 @@
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 import pagedkv
 
 rng = np.random.default_rng(0)
 
 
-def rows(*shape):
+def rows(*shape: int) -> NDArray[np.float32]:
     return rng.standard_normal(shape, np.float32)
 
 
@@ -72,7 +73,7 @@ print(f"6. attention of one token over 4,096 (32 query heads, 8 KV heads, {paged
 for mode in ("off", "q8", "q4"):
     long = pagedkv.PagedKVCache(kv_quant_config=mode)
     long.update_without_fetch(rows(1, 8, 4096, 128), rows(1, 8, 4096, 128))
-    times = []
+    times: list[float] = []
     for _ in range(30):
         began = time.perf_counter()
         long.paged_attention(query)

@@ -58,7 +58,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .llm import LLM
+
+
+def __getattr__(name: str) -> object:
     # The engine loads libllama, so it is imported when it is first asked for.
     if name == "LLM":
         from .llm import LLM

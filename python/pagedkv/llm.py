@@ -1,10 +1,51 @@
 """A GGUF model on the paged cache: ggml does the matrix products, pagedkv the attention."""
 
+from __future__ import annotations
+
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, Unpack, overload
 
-from .quant import paged_kv_quant_mode_from_env
+from .quant import PagedKVQuantConfig, paged_kv_quant_mode_from_env
+
+Messages = str | list[dict[str, str]]
+
+
+class LoadOptions(TypedDict, total=False):
+    """What LLM takes by name, see there."""
+
+    context: int
+    threads: int
+    block_size: int
+    num_blocks: int
+    kv_memory: int
+    dynamic: bool
+    chunk: int
+    max_num_seqs: int
+    max_queue: int
+    query_path: str
+    reproducible: bool
+
+
+class AnswerOptions(TypedDict, total=False):
+    """What LLM.generate and LLM.chat take by name, see there; and n."""
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str]
+    grammar: str
+    ignore_end: bool
+    name_space: str
 
 
 def _engine():
@@ -29,9 +70,9 @@ class Answer:
 
     text: str
     finish_reason: str
-    usage: dict = field(repr=False)
+    usage: dict[str, Any] = field(repr=False)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.text
 
 
@@ -39,16 +80,16 @@ class Stream:
     """An answer as it comes: iterate over pieces of its text. `finish_reason` and `usage` are there at the end. Closing it,
     or leaving a `with` block, cancels what is left."""
 
-    def __init__(self, request):
+    def __init__(self, request: Any) -> None:
         self._request = request
         self.text = ""
-        self.finish_reason = None
-        self.usage = {}
+        self.finish_reason: str | None = None
+        self.usage: dict[str, Any] = {}
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return self
 
-    def __next__(self):
+    def __next__(self) -> str:
         while self._request is not None:
             got = self._request.next()
             if got is None:
@@ -61,7 +102,7 @@ class Stream:
                 return text
         raise StopIteration
 
-    def close(self):
+    def close(self) -> None:
         if self._request is not None:
             self._request.cancel()
             while self._request.next() is not None:
@@ -73,10 +114,10 @@ class Stream:
         self.usage = self._request.usage()
         self._request = None
 
-    def __enter__(self):
+    def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -99,17 +140,28 @@ class LLM:
     no engine.
     """
 
-    def __init__(self, model, *, kv_quant=None, progress=None, **options):
+    def __init__(self, model: str | os.PathLike[str], *, kv_quant: str | PagedKVQuantConfig | None = None,
+                 progress: Callable[[float], object] | bool | None = None, **options: Unpack[LoadOptions]) -> None:
         self._model = _engine().load(
             os.fspath(model), kv_quant=paged_kv_quant_mode_from_env() if kv_quant is None else kv_quant,
             progress=_draw_bar if progress is True else progress, **options)
 
     @property
-    def info(self) -> dict:
+    def info(self) -> dict[str, Any]:
         """What runs: path, architecture, name, n_layers, context, threads, kv_quant, isa, query_path, ..."""
         return self._model.info
 
-    def generate(self, prompt, *, stream=False, **options):
+    @overload
+    def generate(self, prompt: Any, *, stream: Literal[True], **options: Unpack[AnswerOptions]) -> Stream: ...
+    @overload
+    def generate(self, prompt: list[str], *, stream: Literal[False] = False,
+                 **options: Unpack[AnswerOptions]) -> list[Answer]: ...
+    @overload
+    def generate(self, prompt: str | Sequence[int], *, stream: Literal[False] = False,
+                 **options: Unpack[AnswerOptions]) -> Answer: ...
+    @overload
+    def generate(self, prompt: Any, *, stream: bool = False, n: int = 1, **options: Unpack[AnswerOptions]) -> Any: ...
+    def generate(self, prompt: Any, *, stream: bool = False, **options: Any) -> Any:
         """Continues a text, or token ids (integers in a list or an array, [n] or [1, n]), or a list of such.
 
         max_tokens=-1            0: an answer of no tokens; -1: until the context is full
@@ -139,37 +191,45 @@ class LLM:
         request = self._model.submit(self._tokens(prompt), **options)
         return Stream(request) if stream else _collect(request, options.get("n", 1))
 
-    def chat(self, messages, *, stream=False, **options):
+    @overload
+    def chat(self, messages: Messages, *, stream: Literal[True], **options: Unpack[AnswerOptions]) -> Stream: ...
+    @overload
+    def chat(self, messages: Messages, *, stream: Literal[False] = False,
+             **options: Unpack[AnswerOptions]) -> Answer: ...
+    @overload
+    def chat(self, messages: Messages, *, stream: bool = False, n: int = 1,
+             **options: Unpack[AnswerOptions]) -> Any: ...
+    def chat(self, messages: Messages, *, stream: bool = False, **options: Any) -> Any:
         """Answers a conversation, a list of {"role": "system" | "user" | "assistant", "content": text} or a text, through
         the model's own template. Options and results are those of generate."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.generate(self._model.tokenize_chat(messages), stream=stream, own_text=True, **options)
 
-    def tokenize(self, text, *, add_special=True, parse_special=False) -> list:
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text. add_special: with what the vocabulary wants in front; parse_special: `<|...|>` inside the
         text are control tokens."""
         return self._model.tokenize(text, add_special, parse_special)
 
-    def detokenize(self, tokens) -> str:
+    def detokenize(self, tokens: Any) -> str:
         """The text of token ids; control tokens give nothing."""
         return self._model.detokenize(_ids(tokens))
 
-    def stats(self) -> dict:
+    def stats(self) -> dict[str, Any]:
         """Counters since the load, and the pool's under "cache" (the keys of Cache.stats)."""
         return self._model.stats()
 
-    def close(self):
+    def close(self) -> None:
         """Ends every request and the thread. Later calls raise UnavailableError."""
         self._model.close()
 
     def __reduce__(self):
         raise TypeError("[LLM] a model is not pickled: load it in the other process")
 
-    def __enter__(self):
+    def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _tokens(self, prompt):

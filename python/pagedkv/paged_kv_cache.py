@@ -1,5 +1,7 @@
 """The cache object of the article "What Is a Paged KV Cache in MTPLX?": keys and values of one layer that grow."""
 
+from __future__ import annotations
+
 import warnings
 
 from . import _core
@@ -7,6 +9,10 @@ from ._frameworks import causal_mask, dtype_of, from_numpy, kind_of, to_numpy
 from ._locks import fork_safe_lock
 from .errors import CapacityError
 from .quant import PagedKVQuantConfig, paged_kv_quant_mode_from_env
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # not at run time: typing takes a while to import
+    from typing import Any
 
 
 class PagedKVCache:
@@ -21,7 +27,8 @@ class PagedKVCache:
     head_dim] of numpy, torch, mlx or any other framework with DLPack. Any thread may call it; calls take turns.
     """
 
-    def __init__(self, block_size=16, num_blocks=1024, kv_quant_config=None, dynamic=None):
+    def __init__(self, block_size: int = 16, num_blocks: int = 1024,
+                 kv_quant_config: PagedKVQuantConfig | str | None = None, dynamic: bool | None = None) -> None:
         if kv_quant_config is None:
             kv_quant_config = PagedKVQuantConfig(paged_kv_quant_mode_from_env())
         elif not isinstance(kv_quant_config, PagedKVQuantConfig):
@@ -42,7 +49,8 @@ class PagedKVCache:
         self._fallbacks = {}
 
     @classmethod
-    def from_cache(cls, entry, block_size=16, num_blocks=1024, kv_quant_config=None, dynamic=None):
+    def from_cache(cls, entry: Any, block_size: int = 16, num_blocks: int = 1024,
+                   kv_quant_config: PagedKVQuantConfig | str | None = None, dynamic: bool | None = None) -> PagedKVCache:
         """Takes over the first `entry.offset` tokens of `entry.keys` and `entry.values`, arrays as above. A pool of
         num_blocks must hold them, unless it may grow: CapacityError."""
         cache = cls(block_size, num_blocks, kv_quant_config, dynamic)
@@ -114,7 +122,7 @@ class PagedKVCache:
 
     # --- writing ---------------------------------------------------------------------------------------------
 
-    def update_without_fetch(self, keys, values):
+    def update_without_fetch(self, keys: Any, values: Any) -> None:
         """Appends [batch, num_kv_heads, n, head_dim]. On an error nothing has changed.
 
         Errors: CapacityError, NotFiniteError, ValueError (shapes), TypeError (arrays)."""
@@ -137,14 +145,14 @@ class PagedKVCache:
                 self._pool, self._sequences, self._shape = pool, sequences, shape
             self._kind, self._dtype = kind_of(keys), dtype_of(keys)
 
-    def update_and_fetch(self, keys, values):
+    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Appends, and returns everything stored: keys and values [batch, num_kv_heads, offset, head_dim], decoded into
         dense arrays (counted in dense_materializations; `paged_attention` needs none)."""
         with self._lock:
             self.update_without_fetch(keys, values)
             return self._dense()
 
-    def trim(self, n) -> int:
+    def trim(self, n: int) -> int:
         """Removes the last n tokens of every batch row, at most all; returns how many."""
         with self._lock:
             length = self.offset
@@ -157,7 +165,7 @@ class PagedKVCache:
     def is_trimmable(self) -> bool:
         return True
 
-    def fork(self):
+    def fork(self) -> PagedKVCache:
         """A second cache with the same content. Blocks are shared until one of the two writes into them."""
         with self._lock:
             other = type(self).__new__(type(self))
@@ -169,10 +177,10 @@ class PagedKVCache:
                 other._sequences.append(self._pool.fork(sequence))
             return other
 
-    def __copy__(self):
+    def __copy__(self) -> PagedKVCache:
         return self.fork()
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: Any) -> PagedKVCache:
         return self.fork()
 
     def __reduce__(self):
@@ -185,7 +193,8 @@ class PagedKVCache:
 
     # --- reading ---------------------------------------------------------------------------------------------
 
-    def paged_attention(self, q, scale=None, sliding_window=-1, mask=None, softcap=0.0):
+    def paged_attention(self, q: Any, scale: float | None = None, sliding_window: int | None = -1, mask: Any = None,
+                        softcap: float = 0.0) -> Any:
         """Causal attention of the newest positions, over the packed blocks.
 
         q               [batch, num_q_heads, n, head_dim]; the last row belongs to position offset - 1
@@ -209,22 +218,22 @@ class PagedKVCache:
             return _core.attend(plan, 0, q, scale=scale, sliding_window=sliding_window, softcap=softcap)
 
     @property
-    def keys(self):
+    def keys(self) -> Any:
         """[batch, num_kv_heads, offset, head_dim], decoded (counted), or None before the first write."""
         return self._dense()[0]
 
     @property
-    def values(self):
+    def values(self) -> Any:
         """[batch, num_kv_heads, offset, head_dim_v], decoded (counted), or None before the first write."""
         return self._dense()[1]
 
     @property
-    def state(self):
+    def state(self) -> tuple[Any, Any]:
         """(keys, values), decoded; assigning a pair replaces the content."""
         return self._dense()
 
     @state.setter
-    def state(self, pair):
+    def state(self, pair: tuple[Any, Any]) -> None:
         keys, values = pair
         with self._lock:
             fresh = type(self).__new__(type(self))
@@ -240,13 +249,13 @@ class PagedKVCache:
                 fresh.__dict__[name] = mine
 
     @property
-    def meta_state(self):
+    def meta_state(self) -> tuple[str, ...]:
         """What `state` leaves out, as strings: block_size, num_blocks, mode, dynamic, offset."""
         return (str(self.block_size), str(self.num_blocks), self.kv_quant_config.mode, str(int(self.dynamic)),
                 str(self.offset))
 
     @meta_state.setter
-    def meta_state(self, strings):
+    def meta_state(self, strings: tuple[str, ...]) -> None:
         block_size, num_blocks, mode, dynamic, offset = strings
         with self._lock:
             if self._pool is not None and int(offset) != self.offset:
@@ -255,7 +264,7 @@ class PagedKVCache:
                 self.block_size, self.num_blocks = int(block_size), int(num_blocks)
                 self.kv_quant_config, self.dynamic = PagedKVQuantConfig(mode), bool(int(dynamic))
 
-    def make_mask(self, N, return_array=False, window_size=None):
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask of the next N positions, as mlx-lm's caches give it: None for one position that sees all, "causal",
         or a bool array [N, offset + N]."""
         with self._lock:
@@ -266,7 +275,7 @@ class PagedKVCache:
                 return None
             return causal_mask(N, offset, None, self._kind) if return_array else "causal"
 
-    def paged_stats(self, resident=False) -> dict:
+    def paged_stats(self, resident: bool = False) -> dict[str, Any]:
         """Every counter of the pool, with block_size, mode, capacity, offset and nbytes of this cache. resident: also
         bytes_resident, for which the kernel is asked for every page."""
         with self._lock:

@@ -208,7 +208,7 @@ ArrayCounters& process_counters() {
   return counters;
 }
 
-nb::dict to_dict(const ArrayCounters& counters) {
+Figures to_dict(const ArrayCounters& counters) {
   nb::dict copied;
   for (const auto& [why, n] : counters.copied) copied[why.c_str()] = n;
   nb::dict out;

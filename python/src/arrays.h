@@ -25,8 +25,11 @@ struct ArrayCounters {
   int64_t zero_copy = 0;
   std::map<std::string, int64_t> copied;  // why -> arrays
 };
+// What comes out, as type checkers see it.
+using Pair = nb::typed<nb::tuple, nb::any, nb::any>;
+using Figures = nb::typed<nb::dict, nb::str, nb::any>;
 ArrayCounters& process_counters();  // of the functions that belong to no cache
-nb::dict to_dict(const ArrayCounters& counters);
+Figures to_dict(const ArrayCounters& counters);
 
 enum class Framework : uint8_t { kNumpy, kTorch, kMlx, kJax, kOther };
 

@@ -252,7 +252,7 @@ void bind_block_arrays(nb::module_& m) {
                 "kv_indptr: object | None = None, kv_indices: object | None = None, "
                 "kv_last_page_len: object | None = None, head_dim_v: int | None = None, softcap: float = 0.0, "
                 "sliding_window: int | None = None, sinks: object | None = None, out: object | None = None, "
-                "return_lse: bool = False, query_path: str = 'auto') -> object"),
+                "return_lse: bool = False, query_path: str = 'auto') -> typing.Any"),
         "Causal attention over block tensors that the caller owns.\n\n"
         "  query         [n_tokens, num_q_heads, head_dim]\n"
         "  block_tables  int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs], the queries' tokens included "

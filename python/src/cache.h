@@ -99,8 +99,8 @@ void read(const Argument& argument, PyPlan*& into);
 // The parts of cache_binding.cc that make and read plans. Errors: as their Python names document.
 PyPlan reserve(const CachePtr& cache, nb::handle requests);
 PyPlan plan_read(const CachePtr& cache, nb::handle requests);
-nb::tuple read_dense(PyCache& cache, Given<PyPlan*> plan, Given<int64_t> place, Given<int> layer,
-                     Given<int64_t> first, nb::handle out_k, nb::handle out_v);
+Pair read_dense(PyCache& cache, Given<PyPlan*> plan, Given<int64_t> place, Given<int> layer, Given<int64_t> first,
+                nb::handle out_k, nb::handle out_v);
 void bind_plans(nb::module_& module);
 
 }  // namespace pagedkv::python

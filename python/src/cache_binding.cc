@@ -120,7 +120,7 @@ CachePtr make_cache(nb::handle groups, const nb::kwargs& given) {
 }
 
 struct PyLayerTensors {
-  nb::object k, v, k_scales, v_scales;
+  nb::any k, v, k_scales, v_scales;
 };
 
 PyLayerTensors tensors(const CachePtr& self, Given<int> given) {
@@ -135,16 +135,16 @@ PyLayerTensors tensors(const CachePtr& self, Given<int> given) {
     return self->cache->tensors(layer);
   }));
   const nb::object owner = nb::cast(self);
-  const auto view = [&](TensorView tensor, Format format, bool scales) -> nb::object {
-    if (tensor.data == nullptr) return nb::none();
+  const auto view = [&](TensorView tensor, Format format, bool scales) -> nb::any {
+    if (tensor.data == nullptr) return nb::borrow<nb::any>(nb::none());
     tensor.shape[0] = n_blocks;
-    return block_tensor(tensor, format, scales, owner);
+    return nb::borrow<nb::any>(block_tensor(tensor, format, scales, owner));
   };
   return {view(views.k, shape.formats.k, false), view(views.v, shape.formats.v, false),
           view(views.k_scales, shape.formats.k, true), view(views.v_scales, shape.formats.v, true)};
 }
 
-nb::dict stats(PyCache& cache, Given<bool> given) {
+Figures stats(PyCache& cache, Given<bool> given) {
   const bool resident = given.read_as("resident");
   const Stats s = locked(cache, [&] { return cache.cache->stats(resident); });
   nb::dict out = nb::cast<nb::dict>(from_json(to_json(s)));
@@ -206,7 +206,9 @@ void bind_cache(nb::module_& m) {
       .def_ro("sequence", &PyStarted::sequence)
       .def_ro("reused", &PyStarted::reused, "Leading prompt tokens that are in the cache.")
       .def_ro("reason", &PyStarted::reason, "Why not more: hit, new, evicted, window_gone, last_token, ...")
-      .def("__iter__", [](const PyStarted& s) { return nb::iter(nb::make_tuple(s.sequence, s.reused, s.reason)); });
+      .def(
+          "__iter__", [](const PyStarted& s) { return nb::iter(nb::make_tuple(s.sequence, s.reused, s.reason)); },
+          nb::sig("def __iter__(self) -> collections.abc.Iterator[typing.Any]"));
 
   nb::class_<PyLayerTensors>(
       m, "LayerTensors",

@@ -44,7 +44,7 @@ auto with_rank(int rank, const char* name, const F& f) {
   raise(invalid_argument(std::string(name) + " has " + std::to_string(rank) + " axes, allowed are 1 to 4"));
 }
 
-nb::tuple quantize(nb::handle x, Given<std::string> mode) {
+Pair quantize(nb::handle x, Given<std::string> mode) {
   const Format format = one_format(mode);
   const int rank = rank_of(x, "x");
   return with_rank(rank, "x", [&](Extents extents) {
@@ -61,12 +61,12 @@ nb::tuple quantize(nb::handle x, Given<std::string> mode) {
     std::memcpy(scales.get(), made.scales.data(), made.scales.size() * sizeof(float));
     const auto code = format == Format::kQ8 ? nb::dlpack::dtype_code::Int : nb::dlpack::dtype_code::UInt;
     const Framework framework = in.array().framework();
-    return nb::make_tuple(byte_array(framework, std::move(made.codes), shape, {uint8_t(code), 8, 1}),
-                          float_array(framework, std::move(scales), scale_shape));
+    return Pair(nb::make_tuple(byte_array(framework, std::move(made.codes), shape, {uint8_t(code), 8, 1}),
+                               float_array(framework, std::move(scales), scale_shape)));
   });
 }
 
-nb::object dequantize(nb::handle codes, nb::handle scales, Given<int64_t> given, Given<std::string> mode) {
+nb::any dequantize(nb::handle codes, nb::handle scales, Given<int64_t> given, Given<std::string> mode) {
   const int64_t head_dim = given.read_as("head_dim");
   const Format format = one_format(mode);
   if (!is_quantized(format))
@@ -103,11 +103,11 @@ nb::object dequantize(nb::handle codes, nb::handle scales, Given<int64_t> given,
     auto out = std::unique_ptr<float[]>(new float[values.size() + 1]);
     std::memcpy(out.get(), values.data(), values.size() * sizeof(float));
     shape.push_back(head_dim);
-    return float_array(in.framework(), std::move(out), shape);
+    return nb::borrow<nb::any>(float_array(in.framework(), std::move(out), shape));
   });
 }
 
-nb::tuple merge(nb::handle out_a, nb::handle lse_a, nb::handle out_b, nb::handle lse_b) {
+Pair merge(nb::handle out_a, nb::handle lse_a, nb::handle out_b, nb::handle lse_b) {
   const FloatsIn a(out_a, "out_a", {kAny, kAny, kAny}, process_counters());
   const int64_t n = a.array().extent(0), heads = a.array().extent(1), dim = a.array().extent(2);
   const FloatsIn b(out_b, "out_b", {n, heads, dim}, process_counters());
@@ -120,7 +120,7 @@ nb::tuple merge(nb::handle out_a, nb::handle lse_a, nb::handle out_b, nb::handle
     std::memcpy(lse.get(), la.data(), size_t(n * heads) * sizeof(float));
     merge_states(out.data(), lse.get(), b.data(), lb.data(), n * heads, dim);
   });
-  return nb::make_tuple(out.finish(), float_array(a.array().framework(), std::move(lse), {n, heads}));
+  return Pair(nb::make_tuple(out.finish(), float_array(a.array().framework(), std::move(lse), {n, heads})));
 }
 
 }  // namespace

@@ -45,10 +45,15 @@ void refuse_type(const Argument& argument, const char* allowed) {
 }
 
 int64_t whole(const Argument& argument, int64_t least, int64_t most) {
-  const nb::object index = index_of(argument.value);
-  if (!index.is_valid()) refuse_type(argument, "integers");
+  nb::object index;
+  nb::handle number = argument.value;
+  if (!PyLong_CheckExact(number.ptr())) {
+    index = index_of(number);
+    if (!index.is_valid()) refuse_type(argument, "integers");
+    number = index;
+  }
   int overflow = 0;
-  const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  const int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
   if (overflow != 0 || value < least || value > most)
     refuse_value(argument, std::to_string(least) + " to " + std::to_string(most));
   return value;

@@ -86,7 +86,7 @@ void abandon(PyPlan& plan) {
 // One of a plan's arrays as numpy's, copied: the plan's own are filled again by the next step. No shape: as long as
 // it is.
 template <class Int, class F>
-nb::object ints(PyPlan& plan, std::vector<int64_t> shape, const F& array_of) {
+nb::any ints(PyPlan& plan, std::vector<int64_t> shape, const F& array_of) {
   std::vector<std::byte> bytes;
   check(locked(*plan.cache, [&]() -> Status {
     if (!plan.plan) return plan.usable();
@@ -96,11 +96,11 @@ nb::object ints(PyPlan& plan, std::vector<int64_t> shape, const F& array_of) {
     if (shape.empty()) shape = {int64_t(values.size())};
     return Status();
   }));
-  return byte_array(Framework::kNumpy, std::move(bytes), shape,
-                    {uint8_t(nb::dlpack::dtype_code::Int), uint8_t(8 * sizeof(Int)), 1});
+  return nb::borrow<nb::any>(byte_array(Framework::kNumpy, std::move(bytes), shape,
+                                        {uint8_t(nb::dlpack::dtype_code::Int), uint8_t(8 * sizeof(Int)), 1}));
 }
 
-nb::object block_tables(PyPlan& plan, Given<int> given) {
+nb::any block_tables(PyPlan& plan, Given<int> given) {
   const int group = given.read_as("group");
   plan.cache->check_group(group);
   int64_t width = 0;
@@ -113,7 +113,7 @@ nb::object block_tables(PyPlan& plan, Given<int> given) {
                        [&](const StepPlan& step) { return step.group(group).block_tables; });
 }
 
-nb::object slot_mapping(PyPlan& plan, Given<int> given) {
+nb::any slot_mapping(PyPlan& plan, Given<int> given) {
   const int group = given.read_as("group");
   plan.cache->check_group(group);
   const auto& layers = plan.cache->cache->options().groups[size_t(group)].layers;
@@ -244,8 +244,8 @@ PyPlan plan_read(const CachePtr& self, nb::handle requests) {
   return {self, check(locked(*self, [&] { return self->cache->plan_read(asked); })), true};
 }
 
-nb::tuple read_dense(PyCache& cache, Given<PyPlan*> in, Given<int64_t> given_place, Given<int> given_layer,
-                     Given<int64_t> given_first, nb::handle out_k, nb::handle out_v) {
+Pair read_dense(PyCache& cache, Given<PyPlan*> in, Given<int64_t> given_place, Given<int> given_layer,
+                Given<int64_t> given_first, nb::handle out_k, nb::handle out_v) {
   PyPlan& plan = *in.read_as("plan");
   const int layer = given_layer.read_as("layer");
   const int64_t place = given_place.read_as("place"), first = given_first.read_as("first");
@@ -310,7 +310,8 @@ int attention_parts(std::span<const int32_t> query_start_loc, std::span<const in
 }
 
 void read(const Argument& argument, PyPlan*& into) {
-  if (!nb::try_cast(nb::borrow(argument.value), into)) refuse_type(argument, "what reserve and plan_read return");
+  if (!nb::try_cast(argument.value, into, false) || into == nullptr)
+    refuse_type(argument, "what reserve and plan_read return");
 }
 
 void read(const Argument& argument, Scale& into) {
@@ -347,7 +348,8 @@ void bind_plans(nb::module_& m) {
       .def("abandon", &abandon, "Ends the step without accepting anything.")
       .def("__reduce__",
            [](nb::handle) { raise_type_error("[StepPlan] a step is not pickled: it is of one cache's"); })
-      .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+      .def(
+          "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> StepPlan"))
       .def(
           "__exit__",
           [](PyPlan& plan, nb::handle type, nb::handle, nb::handle) {
@@ -396,7 +398,7 @@ void bind_plans(nb::module_& m) {
       "attend", &attend, nb::arg("plan").none(), nb::arg("layer").none(), nb::arg("q").none(), nb::arg("options"),
       nb::sig("def attend(plan: StepPlan, layer: int, q: object, *, out: object | None = None, "
               "scale: float | None = None, softcap: float = 0.0, sliding_window: int | None = None, "
-              "sinks: object | None = None, return_lse: bool = False) -> object"),
+              "sinks: object | None = None, return_lse: bool = False) -> typing.Any"),
       "Attention of a plan's queries over everything stored for their sequences, this step's rows included.\n\n"
       "  q        [plan.n_tokens, num_q_heads, head_dim], or with a batch [batch, num_q_heads, n, head_dim]; "
       "float32\n"

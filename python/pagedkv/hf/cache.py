@@ -1,7 +1,11 @@
 """The cache of transformers whose rows live in blocks: one pool for all layers, one sequence for each row of a batch."""
 
+from __future__ import annotations
+
 import contextlib
+import os
 import warnings
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -9,6 +13,7 @@ from transformers.cache_utils import Cache
 import pagedkv
 
 from .. import _core
+from ..quant import PagedKVQuantConfig
 from . import saved
 from .layer import NoLayer, PagedLayer
 from .packed import NAME, PackedRows
@@ -43,7 +48,8 @@ class PagedCache(Cache):
     Threads: one at a time, as any Cache.
     """
 
-    def __init__(self, config, kv_quant=None, *, fingerprint="", max_cache_len=None, **options):
+    def __init__(self, config: Any, kv_quant: str | PagedKVQuantConfig | None = None, *, fingerprint: str = "",
+                 max_cache_len: int | None = None, **options: Any) -> None:
         if max_cache_len is not None:
             options["max_context"] = max_cache_len
         unknown = set(options) - set(_OPTIONS)
@@ -90,21 +96,21 @@ class PagedCache(Cache):
     # --- figures ---------------------------------------------------------------------------------------------------
 
     @property
-    def core(self):
+    def core(self) -> pagedkv.Cache | None:
         """The pagedkv.Cache that has the blocks; None before the first forward."""
         return self._core
 
     @property
-    def kv_quant(self):
+    def kv_quant(self) -> str | None:
         """How K and V are stored; None while that waits for the first forward."""
         return self._kv_quant
 
-    def stats(self, resident=False):
+    def stats(self, resident: bool = False) -> dict[str, Any]:
         """Every counter of the blocks, as a dict; empty before the first forward. Forks share the counters. resident:
         also bytes_resident, for which the kernel is asked for every page."""
         return {} if self._core is None else self._core.stats(resident)
 
-    def verify(self):
+    def verify(self) -> None:
         """Walks every invariant of the blocks, and that rows are as long as they should be. RuntimeError if not."""
         if self._core is None:
             return
@@ -114,7 +120,7 @@ class PagedCache(Cache):
                 raise RuntimeError(f"[verify] row {row} has {self._core.length(sequence)} tokens, expected "
                                    f"{self._columns} columns - {self._skipped[row]} skipped")
 
-    def get_seq_length(self, layer_idx=0):
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of finished forwards, padding included."""
         return self._columns + (self._step.n_columns if self._step is not None and self._step.complete else 0)
 
@@ -348,14 +354,14 @@ class PagedCache(Cache):
 
     # --- taking back, moving rows ----------------------------------------------------------------------------------
 
-    def activate_past_recording(self):
+    def activate_past_recording(self) -> None:
         """From now on the last forward can be taken back by crop() in part or whole, also behind a sliding window."""
         self._recording = True
 
     def is_recording_past(self, layer_idx):
         return self._recording
 
-    def crop(self, tokens_to_remove):
+    def crop(self, tokens_to_remove: int) -> None:
         """Removes the last -tokens_to_remove columns of every row; 0 removes nothing.
 
         Behind a sliding window only the last forward can be removed, and only after activate_past_recording().
@@ -388,15 +394,15 @@ class PagedCache(Cache):
         self._skipped = [min(skipped, columns) for skipped in self._skipped]
         self._columns = columns
 
-    def reorder_cache(self, beam_idx):
+    def reorder_cache(self, beam_idx: Any) -> None:
         """Row i becomes what row beam_idx[i] was. Rows that are taken twice share their blocks until they write."""
         self.batch_select_indices(beam_idx)
 
-    def batch_repeat_interleave(self, repeats):
+    def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, copies beside each other, sharing their blocks until they write."""
         self._take_rows([row for row in range(len(self._sequences)) for _ in range(repeats)])
 
-    def batch_select_indices(self, indices):
+    def batch_select_indices(self, indices: Any) -> None:
         """Keeps the rows that `indices` (integers, or a mask) selects, in that order."""
         if self._sequences:
             indices = indices.cpu() if isinstance(indices, torch.Tensor) else indices
@@ -420,13 +426,13 @@ class PagedCache(Cache):
         self._sequences = rows
         self._skipped = [self._skipped[source] for source in sources]
 
-    def reset(self):
+    def reset(self) -> None:
         """Empties the cache; the blocks stay for the next batch, whatever its size."""
         self._abandon()
         self._release_all()
         self._forget()
 
-    def fork(self):
+    def fork(self) -> PagedCache:
         """A second cache with the same rows, over the same blocks: shared until one of the two writes.
 
         copy.copy and copy.deepcopy do the same.
@@ -462,7 +468,7 @@ class PagedCache(Cache):
 
     # --- files -----------------------------------------------------------------------------------------------------
 
-    def save(self, path):
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the rows to a safetensors file, codes and scales as they are stored: nothing is quantized again.
 
         A sliding layer saves what its window still needs. The file is written beside `path` and takes its place when
@@ -472,7 +478,8 @@ class PagedCache(Cache):
         saved.save(self, path)
 
     @classmethod
-    def load(cls, path, config, kv_quant=None, *, fingerprint="", **options):
+    def load(cls, path: str | os.PathLike[str], config: Any, kv_quant: str | PagedKVQuantConfig | None = None, *,
+             fingerprint: str = "", **options: Any) -> PagedCache:
         """The cache that save() wrote, as a new one; generation goes on as if it had never been saved.
 
           config    of the same model; what differs is named in the error

@@ -76,7 +76,7 @@ def identity_of(config, shapes):
     return json.loads(json.dumps(identity, default=str))
 
 
-def fingerprint(model):
+def fingerprint(model: torch.nn.Module) -> str:
     """Tells models of the same shape apart: SHA-256, in hex, over every parameter's name, shape and 64 of its values.
 
     Give it to PagedCache(fingerprint=...) and PagedCache.load(fingerprint=...): a file of another model, or of the

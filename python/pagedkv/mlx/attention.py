@@ -21,14 +21,14 @@ _patches = 0
 class _Patch:
     """Undoes patch_attention when its block ends."""
 
-    def __enter__(self):
+    def __enter__(self) -> "_Patch":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         unpatch_attention()
 
 
-def patch_attention():
+def patch_attention() -> _Patch:
     """Makes mlx-lm's models attend over the packed blocks of paged caches, until unpatch_attention().
 
     It replaces `scaled_dot_product_attention` in mlx_lm.models.base and in every module of mlx_lm.models that has
@@ -48,7 +48,7 @@ def patch_attention():
     return _Patch()
 
 
-def unpatch_attention():
+def unpatch_attention() -> None:
     """Ends the last patch_attention; without one, nothing happens."""
     global _replaced, _patches
     if _patches == 0:

@@ -1,7 +1,10 @@
 """The prompt cache of one layer, and the list of them that a model is given."""
 
+from __future__ import annotations
+
 import sys
 import warnings
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +25,8 @@ _PREFILL_STEP = 2048
 _SKIPPED_AT_ONCE = 512
 
 
-def make_prompt_cache(model, kv_quant=None, *, block_size=16, num_blocks=64, dynamic=True, keep_behind_window=False):
+def make_prompt_cache(model: Any, kv_quant: str | None = None, *, block_size: int = 16, num_blocks: int = 64,
+                      dynamic: bool = True, keep_behind_window: bool = False) -> list[Any]:
     """One cache for each layer of an mlx-lm model, to be passed as `prompt_cache`.
 
       kv_quant            how K and V are stored: "f32", "f16", "bf16", "q8", "q6", "q4", or "K:V" of two of them.
@@ -84,8 +88,8 @@ class PagedPromptCache(PagedKVCache):
     next call: that one raises NotFiniteError, and the step is taken back.
     """
 
-    def __init__(self, block_size=16, num_blocks=64, kv_quant_config=None, dynamic=True, sliding_window=None,
-                 keep_behind_window=False):
+    def __init__(self, block_size: int = 16, num_blocks: int = 64, kv_quant_config: PagedKVQuantConfig | str | None = None,
+                 dynamic: bool = True, sliding_window: int | None = None, keep_behind_window: bool = False) -> None:
         super().__init__(block_size, num_blocks, kv_quant_config, dynamic)
         if sliding_window is not None:
             _core.check_cache_options(sliding_window=sliding_window)

@@ -1,5 +1,10 @@
 """A prompt cache in a safetensors file: rows as they are stored."""
 
+from __future__ import annotations
+
+import os
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
@@ -11,7 +16,7 @@ _FILE_FORMAT, _FILE_VERSION = "pagedkv.mlx", 1
 _TYPE_OF_FORMAT = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8": "I8", "q6": "U8", "q4": "U8"}
 
 
-def save(path, cache, metadata=None):
+def save(path: str | os.PathLike[str], cache: Any, metadata: Any = None) -> None:
     """Writes a prompt cache to one file, for `load`: mlx-lm's own loader only knows its own caches.
 
       path      the file; replaced only when the new one is whole and on the disk
@@ -41,7 +46,8 @@ def save(path, cache, metadata=None):
     _safetensors.write(path, _FILE_FORMAT, _FILE_VERSION, {"layers": layers, "metadata": metadata}, tensors)
 
 
-def load(path, model=None, kv_quant=None, return_metadata=False):
+def load(path: str | os.PathLike[str], model: Any = None, kv_quant: str | None = None,
+         return_metadata: bool = False) -> Any:
     """The prompt cache that `save` wrote; generation goes on as if it had never been saved.
 
       model            refuse a file whose number of layers or windows are not this model's
