@@ -66,8 +66,12 @@ void reshape_and_cache(nb::handle key, nb::handle value, nb::handle key_cache, n
                        nb::handle slot_mapping, nb::handle key_scales, nb::handle value_scales) {
   ArrayCounters& counters = process_counters();
   const IntsIn<int64_t> slots(slot_mapping, "slot_mapping", {kAny});
-  const RowsIn k(key, "key", slots.size(), kAny, kAny, counters);
-  const RowsIn v(value, "value", slots.size(), k.num_heads(), kAny, counters);
+  // More rows than slots are padding, as in vLLM: the slots count.
+  const RowsIn k(key, "key", kAny, kAny, kAny, counters);
+  const RowsIn v(value, "value", k.n_tokens(), k.num_heads(), kAny, counters);
+  if (k.n_tokens() < slots.size())
+    raise(invalid_argument("key has " + std::to_string(k.n_tokens()) + " rows, slot_mapping " +
+                           std::to_string(slots.size()) + " slots"));
   const ArraysIn in(key_cache, value_cache, key_scales, value_scales, k.head_dim(), v.head_dim(), true);
   if (in.arrays.shape.num_kv_heads != k.num_heads())
     raise(invalid_argument("key has " + std::to_string(k.num_heads()) + " heads, key_cache " +
@@ -235,7 +239,7 @@ void bind_block_arrays(nb::module_& m) {
         nb::arg("key_cache").none(), nb::arg("value_cache").none(), nb::arg("slot_mapping").none(), nb::kw_only(),
         nb::arg("key_scales") = nb::none(), nb::arg("value_scales") = nb::none(),
         "Writes rows into the slots of block tensors that the caller owns (vLLM's function of that name).\n\n"
-        "  key, value               [n_tokens, num_kv_heads, head_dim]\n"
+        "  key, value               [n_tokens, num_kv_heads, head_dim]; rows past slot_mapping's are padding\n"
         "  key_cache, value_cache   [num_blocks, block_size, num_kv_heads, width], any strides, last axis "
         "contiguous:\n"
         "                           float32, float16, bfloat16, int8 (q8), uint8 (q4: head_dim / 2, q6: 3/4)\n"

@@ -225,3 +225,14 @@ def test_no_sequences_give_no_rows():
     out = pagedkv.paged_attention(rows(0, 2, 64), pool.k, pool.v, np.zeros((0, 1), np.int32), np.zeros(0, np.int32))
     assert out.shape == (0, 2, 64)
     pagedkv.reshape_and_cache(rows(0, 2, 64), rows(0, 2, 64), pool.k, pool.v, np.zeros(0, np.int64))
+
+
+def test_rows_past_the_slots_are_padding():
+    k, v = np.zeros((2, 4, 2, 8), np.float32), np.zeros((2, 4, 2, 8), np.float32)
+    new = rows(5, 2, 8)
+    new[3:] = np.nan
+    pagedkv.reshape_and_cache(new, new, k, v, [4, 5, 6])
+    np.testing.assert_array_equal(k[1, :3], new[:3])
+    assert not k[1, 3].any() and not k[0].any()
+    with pytest.raises(ValueError, match="key has 2 rows, slot_mapping 3 slots"):
+        pagedkv.reshape_and_cache(new[:2], new[:2], k, v, [4, 5, 6])

@@ -1,6 +1,7 @@
 """PagedCache in files: what is saved, loaded and refused."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pickle
@@ -209,6 +210,18 @@ def test_saving_over_a_file_leaves_the_old_or_the_new_one(saved, monkeypatch, at
     monkeypatch.undo()
     cache.save(path)
     assert hf.PagedCache.load(path, model.config).get_seq_length() == 28
+
+
+def test_what_a_killed_save_left_is_removed_at_the_next(saved):
+    _, path, cache, _ = saved()
+    left, others = path.parent / f".{path.name}.abcd.tmp", path.parent / ".other.kv.abcd.tmp"
+    held = path.parent / f".{path.name}.held.tmp"
+    for file in (left, others, held):
+        file.write_bytes(b"half")
+    with open(held, "rb") as writer:  # another process is at it
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        cache.save(path)
+    assert not left.exists() and others.exists() and held.exists()
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_old_file(saved):

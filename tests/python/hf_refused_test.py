@@ -103,10 +103,22 @@ def test_gradients_are_refused(llama):
             llama(tokens(1, 3), cache=paged(llama))
 
 
-def test_our_attention_refuses_another_cache_or_none(llama):
-    for cache in (dynamic(llama), None):
-        with pytest.raises(ValueError, match="PagedCache"):
-            forward(llama, tokens(1, 3), cache, use_cache=cache is not None)
+def test_a_cache_of_fixed_length_is_refused(llama):
+    cache = transformers.StaticCache(config=llama.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="StaticCache"):
+        forward(llama, tokens(1, 3), cache)
+
+
+@pytest.mark.parametrize("call", [
+    lambda rows: rows.repeat(2), lambda rows: rows.transpose(1, 2), lambda rows: rows.size(0), lambda rows: rows[0],
+    lambda rows: rows.reshape(-1), lambda rows: rows @ rows, lambda rows: torch.cat([rows, rows]), lambda rows: rows.float(),
+])
+def test_packed_rows_are_no_tensor_and_say_so(llama, call):
+    llama.set_attn_implementation(hf.NAME)
+    rows, _ = paged(llama).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
+    with pytest.raises(TypeError, match="packed keys or values|unsupported operand"):
+        call(rows)
+    assert not hasattr(rows, "no_such_thing")
 
 
 def test_packed_keys_cannot_be_computed_with_by_accident(llama):

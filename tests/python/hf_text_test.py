@@ -36,6 +36,48 @@ def test_the_greedy_text_is_that_of_dynamic_cache(models, name, attn):
     cache.verify()
 
 
+@pytest.mark.filterwarnings("ignore:attn_implementation:RuntimeWarning")
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_without_a_paged_cache_sdpa_answers(models, name):
+    model, (ids, mask) = models(name), left_padded(13, 4, 9)
+
+    def answers(attn):
+        model.set_attn_implementation(attn)
+        with torch.no_grad():
+            scored = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        return scored, model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
+
+    scored, text = answers(hf.NAME)
+    expected, expected_text = answers("sdpa")
+    assert torch.allclose(scored, expected, atol=1e-4) and torch.equal(text, expected_text)
+
+
+def test_sdpa_in_our_place_is_noticed_once(llama, monkeypatch):
+    monkeypatch.setitem(hf.attention.__globals__, "_noticed", False)
+    llama.set_attn_implementation(hf.NAME)
+    with pytest.warns(RuntimeWarning, match="without a PagedCache: sdpa answers") as notices:
+        for _ in range(2):
+            llama(tokens(1, 3), use_cache=False)
+    assert len([n for n in notices if n.category is RuntimeWarning]) == 1
+
+
+def test_its_layers_can_be_walked(llama):
+    cache, own = paged(llama), dynamic(llama)
+    logits(llama, "sdpa", cache, tokens(1, 9)), logits(llama, "sdpa", own, tokens(1, 9))
+    for (k, v, window), (own_k, own_v, _) in zip(cache, own, strict=True):
+        assert torch.equal(k, own_k) and torch.equal(v, own_v) and window is None
+
+
+@pytest.mark.parametrize("multi_query", [True, False])
+def test_falcon_s_single_head_is_seen(multi_query):
+    config = transformers.FalconConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                                       multi_query=multi_query, alibi=False, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
+    model = transformers.FalconForCausalLM(config).eval()
+    ids = tokens(1, 9)
+    assert torch.equal(say(model, "sdpa", ids, paged(model)), say(model, "sdpa", ids, dynamic(model)))
+
+
 def test_layers_that_share_keys_store_them_once(models):
     cache = paged(models("gemma4"))
     say(models("gemma4"), hf.NAME, tokens(1, 13), cache)

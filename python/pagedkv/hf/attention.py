@@ -1,6 +1,9 @@
 """attn_implementation="pagedkv": the attention and its mask, registered with transformers."""
 
+import warnings
+
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, and_masks, causal_mask_function, sliding_window_overlay
 from transformers.modeling_utils import AttentionInterface
 
@@ -20,13 +23,14 @@ def attention(module, query, key, value, attention_mask=None, dropout=0.0, scali
       attention_mask  None, or what padding_mask returned
       s_aux           [num_q_heads] sink logits
 
+    Without a PagedCache, keys and values are tensors, and sdpa answers, with one notice.
+
     Returns ([rows, new columns, num_q_heads, head_dim_v], None); rows of padding are 0.
     Errors: what is not causal attention over left-padded rows is refused with a ValueError that names it.
     """
     if not isinstance(key, PackedRows) or value is not key:
-        raise ValueError(f'[pagedkv] attn_implementation="{NAME}" was called with {type(key).__name__}, not with what '
-                         "pagedkv.hf.PagedCache.update returns. Pass past_key_values=PagedCache(model.config); for "
-                         f'parts without a cache (a vision tower) set attn_implementation={{"text_config": "{NAME}"}}')
+        return _without_blocks(module, query, key, value, attention_mask, scaling, sliding_window,
+                               kwargs | dict(dropout=dropout, softcap=softcap, s_aux=s_aux, is_causal=is_causal))
     if dropout:
         raise ValueError(f"[pagedkv] dropout is {dropout}: pagedkv has none; call model.eval()")
     if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
@@ -43,6 +47,37 @@ def attention(module, query, key, value, attention_mask=None, dropout=0.0, scali
         s_aux = s_aux.detach()
     layer_idx = getattr(module, "layer_idx", key.layer)
     return key.cache._attend(key, layer_idx, query, attention_mask, scaling, softcap, sliding_window, s_aux), None
+
+
+_noticed = False
+
+
+def _without_blocks(module, query, key, value, attention_mask, scaling, window, kwargs):
+    """What is called without a PagedCache, a plain forward or another cache's, is answered by sdpa."""
+    global _noticed
+    for name in ("softcap", "s_aux"):
+        if kwargs[name] is not None:
+            raise ValueError(f"[pagedkv] without a PagedCache attention is sdpa's, which has no {name}: pass "
+                             'past_key_values=PagedCache(model.config), or set attn_implementation="eager"')
+    if not _noticed:
+        _noticed = True
+        warnings.warn(f'attn_implementation="{NAME}" was called without a PagedCache: sdpa answers. Pass '
+                      "past_key_values=PagedCache(model.config) to read blocks", RuntimeWarning, stacklevel=4)
+    causal = kwargs["is_causal"] if kwargs["is_causal"] is not None else getattr(module, "is_causal", True)
+    if isinstance(attention_mask, PaddingMask) or (causal and attention_mask is None):
+        # Columns count from the first key that there is; the queries are the last ones.
+        n_queries, n_keys = query.shape[2], key.shape[2]
+        column = torch.arange(n_keys, device=query.device)
+        row = column[n_keys - n_queries:, None]
+        seen = column <= row
+        if window is not None:
+            seen &= column > row - window
+        if attention_mask is not None:
+            padding = attention_mask.as_subclass(torch.Tensor)[..., -n_keys:]
+            seen = (seen & padding) | (column == row)  # a row of padding sees itself, so that it is no NaN
+        attention_mask = seen.expand(query.shape[0], 1, n_queries, n_keys)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling,
+                                  dropout=kwargs["dropout"], is_causal=causal)
 
 
 _AND_CODE = and_masks().__code__
@@ -69,6 +104,10 @@ def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     if not allow_is_causal_skip or not _is_causal(mask_function):
         raise ValueError(f'[pagedkv] the model asks for a mask that is not plainly causal (bidirectional, chunked, '
                          f'packed or with an overlay): attn_implementation="{NAME}" has none; use "sdpa" or "eager"')
+    if int(q_offset) + q_length != kv_offset + kv_length:
+        raise ValueError(f"[pagedkv] {q_length} queries from column {int(q_offset)} on do not end with the "
+                         f"{kv_offset + kv_length} columns of keys: a cache of a fixed length (StaticCache) is not "
+                         "supported; use PagedCache or DynamicCache")
     if attention_mask is None:
         return None
     if attention_mask.shape[-1] != kv_offset + kv_length:

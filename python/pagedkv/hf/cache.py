@@ -130,6 +130,11 @@ class PagedCache(Cache):
     def get_max_length(self, layer_idx=None):
         return self._options.get("max_context") or -1 if layer_idx is None else self.layers[layer_idx].get_max_length()
 
+    def __iter__(self):
+        """(keys, values, None) of each layer, as DynamicCache gives them: dense, counted."""
+        for layer in self.layers:
+            yield layer.keys, layer.values, None
+
     @property
     def batch_size(self):
         return len(self._sequences) or -1

@@ -33,10 +33,22 @@ class PackedRows:
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise TypeError(f"[pagedkv] {getattr(func, '__name__', func)} was called on packed keys or values. Only "
-                        f'attn_implementation="{NAME}" reads them: the config that PagedCache was made with asks for '
-                        "it, the layer that computes does not. Make the cache with the model's own config, or set "
-                        "another attn_implementation")
+        _refuse(getattr(func, "__name__", func))
+
+    def __getattr__(self, name):
+        if hasattr(torch.Tensor, name):
+            _refuse(name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
+
+    def __getitem__(self, index):
+        _refuse("[]")
+
+
+def _refuse(what):
+    raise TypeError(f"[pagedkv] {what} was called on packed keys or values. Only "
+                    f'attn_implementation="{NAME}" reads them: the config that PagedCache was made with asks for '
+                    "it, the layer that computes does not. Make the cache with the model's own config, or set "
+                    "another attn_implementation")
 
 
 class PaddingMask(torch.Tensor):

@@ -48,7 +48,10 @@ def shapes_of(config):
             shape = (1, own.kv_lora_rank, own.qk_rope_head_dim)
         else:
             head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
-            shape = (getattr(own, "num_key_value_heads", None) or heads, head_dim, head_dim)
+            kv_heads = getattr(own, "num_key_value_heads", None) or heads
+            if getattr(own, "multi_query", False) and not getattr(own, "new_decoder_architecture", False):
+                kv_heads = 1  # Falcon, GPTBigCode: the number beside it does not count
+            shape = (kv_heads, head_dim, head_dim)
         stored[layer] = LayerShape(*shape, num_q_heads=heads, window=extra.get("sliding_window") or 0)
         attending.add(layer)
     if not stored:
