@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kMaxAtOnce = 200;
 constexpr size_t kMaxForms = 256;
 constexpr size_t kMaxReferences = 2000;
-constexpr size_t kMaxWork = 4'000'000;
+constexpr size_t kMaxWork = 1'500'000;  // about a second
 constexpr size_t kMaxShown = 64;  // bytes of a schema's own words in an error
 
 const std::set<std::string_view> kDescribes = {
@@ -92,26 +92,30 @@ bool Schema::known_keywords(const Place& place) {
   return true;
 }
 
-const OrderedJson* Schema::target(const OrderedJson& ref, const std::string& path) {
+// What a $ref names, with a path of its own: those of long chains would grow.
+std::optional<Place> Schema::target(const OrderedJson& ref, const std::string& path) {
   if (!ref.is_string()) {
     refuse(path, "$ref is a string");
-    return nullptr;
+    return std::nullopt;
   }
   const auto& name = ref.get_ref<const std::string&>();
   if (const auto known = refs_.find(name); known != refs_.end()) return known->second;
   if (refs_.size() >= kMaxReferences) {
     refuse(path, "there are more than " + std::to_string(kMaxReferences) + " different references");
-    return nullptr;
+    return std::nullopt;
   }
   if (!name.starts_with("#")) {
     refuse(path, "$ref is \"" + cut(name) + "\"; only #/... within the schema works");
-    return nullptr;
+    return std::nullopt;
   }
   try {
-    return refs_[name] = &root_.at(OrderedJson::json_pointer(name.substr(1)));
+    std::string where = path_ + cut(name.substr(1));
+    std::replace(where.begin() + static_cast<std::ptrdiff_t>(path_.size()), where.end(), '/', '.');
+    return refs_.emplace(name, Place{&root_.at(OrderedJson::json_pointer(name.substr(1))), std::move(where)})
+        .first->second;
   } catch (const OrderedJson::exception&) {
     refuse(path, "$ref is \"" + cut(name) + "\", which is not in the schema");
-    return nullptr;
+    return std::nullopt;
   }
 }
 
@@ -121,7 +125,7 @@ std::vector<Place> Schema::in_place(const Place& place) {
   if (!place.schema->is_object()) return out;
   for (const auto& [key, value] : place.schema->items()) {
     if (key == "$ref") {
-      if (const OrderedJson* to = target(value, place.path + ".$ref")) out.push_back({to, place.path + ".$ref"});
+      if (auto to = target(value, place.path + ".$ref")) out.push_back(*std::move(to));
     } else if (key == "allOf" || key == "anyOf" || key == "oneOf") {
       if (!value.is_array() || value.empty()) refuse(at(place.path, key), "a list of schemas is expected");
       if (value.is_array())
@@ -165,7 +169,7 @@ std::optional<std::vector<Schema::Choice>> Schema::expand(Conjunction& all, size
     if (!known_keywords(place)) return std::nullopt;
     if (height(place, 0); error_) return std::nullopt;
     if (const auto ref = place.schema->find("$ref"); ref != place.schema->end())
-      pending.push_back({target(*ref, place.path + ".$ref"), place.path + ".$ref"});
+      pending.push_back(target(*ref, place.path + ".$ref").value());  // height() has followed it
     if (const auto list = place.schema->find("allOf"); list != place.schema->end())
       for (size_t k = 0; k < list->size(); ++k) pending.push_back({&(*list)[k], at(place.path, "allOf", k)});
     all.push_back(place);

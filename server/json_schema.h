@@ -100,7 +100,7 @@ class Schema {
 
   bool spend(size_t work);
   bool known_keywords(const Place& place);
-  const OrderedJson* target(const OrderedJson& ref, const std::string& path);
+  std::optional<Place> target(const OrderedJson& ref, const std::string& path);
   std::vector<Place> in_place(const Place& place);
   int height(const Place& place, int depth);
   std::optional<std::vector<Choice>> expand(Conjunction& all, size_t from);
@@ -134,7 +134,7 @@ class Schema {
   std::optional<ApiError> error_;
   size_t work_ = 0;
   std::unordered_set<const OrderedJson*> checked_;            // their keywords are known
-  std::unordered_map<std::string, const OrderedJson*> refs_;  // targets
+  std::unordered_map<std::string, Place> refs_;               // targets
   std::unordered_map<const OrderedJson*, int> heights_;       // -1: being measured
   std::map<std::string, Automaton> patterns_;                 // by their text
 };

@@ -158,8 +158,9 @@ REFUSED = [
     ("schema.items", {"items": [INT]}),
     ("schema.$ref", {"$ref": "#/$defs/none"}),
     ("schema.$ref", {"$ref": "https://example.com/schema"}),
-    ("schema.$ref", {"$ref": "#"}),
-    ("schema.anyOf[0].$ref", {"anyOf": [{"$ref": "#"}, INT]}),
+    ("schema", {"$ref": "#"}),
+    ("schema", {"anyOf": [{"$ref": "#"}, INT]}),
+    ("schema.$defs.a.not", {"$defs": {"a": {"not": INT}}, "items": {"$ref": "#/$defs/a"}}),
     ("schema", object_of(["me"], me={"$ref": "#"})),
 ]
 
