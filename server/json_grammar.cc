@@ -3,321 +3,257 @@
 #include <algorithm>
 #include <map>
 #include <optional>
-#include <set>
-#include <string_view>
 #include <utility>
 #include <vector>
+
+#include "server/grammar_rules.h"
+#include "server/json_schema.h"
 
 namespace pagedkv::server {
 namespace {
 
-constexpr int64_t kMaxRepeat = 1000;  // minItems, maxLength, ...: each becomes part of the grammar
-constexpr size_t kMaxRules = 2000;
+constexpr size_t kMaxRules = 2000;        // of values
+constexpr int64_t kMaxRepeats = 100'000;  // of characters and items, written out by the grammar's reader
+constexpr int64_t kNoEnd = INT64_MAX;
 
-// Rules that schemas share. White space is limited: a model that may write endless blanks sometimes does.
-const std::map<std::string, std::string> kPrimitives = {
-    {"ws", R"x(| " " | "\n" [ \t]{0,20})x"},
-    {"char", R"x([^"\\\x7F\x00-\x1F] | [\\] (["\\bfnrt] | "u" [0-9a-fA-F]{4}))x"},
-    {"string", R"x("\"" char* "\"")x"},
-    {"integral", R"x([0] | [1-9] [0-9]{0,15})x"},
-    {"integer", R"x("-"? integral)x"},
-    {"number", R"x("-"? integral ("." [0-9]{1,16})? ([eE] [-+]? [0-9]{1,3})?)x"},
-    {"boolean", R"x("true" | "false")x"},
-    {"null", R"x("null")x"},
-    {"value", R"x(object | array | string | number | boolean | null)x"},
-    {"object", R"x("{" ws (string ws ":" ws value (ws "," ws string ws ":" ws value)*)? ws "}")x"},
-    {"array", R"x("[" ws (value (ws "," ws value)*)? ws "]")x"},
-};
-// What each of them names.
-const std::map<std::string, std::vector<std::string>> kNeeds = {
-    {"string", {"char"}},
-    {"integer", {"integral"}},
-    {"number", {"integral"}},
-    {"value", {"object", "array", "string", "number", "boolean", "null"}},
-    {"object", {"ws", "string", "value"}},
-    {"array", {"ws", "value"}},
-};
-
-const std::set<std::string> kDescribes = {"title", "description", "default",    "examples",          "$schema",
-                                          "$id",   "$comment",    "deprecated", "readOnly",          "writeOnly",
-                                          "$defs", "definitions", "$anchor",    "format_description"};
-
-// A GBNF literal that matches `text`.
-std::string literal(std::string_view text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
-    if (c == '\n') {
-      out += "\\n";
-    } else if (c == '\r') {
-      out += "\\r";
-    } else {
-      out += c;
-    }
-  }
-  return out + "\"";
-}
-
-class Grammar {
+// The grammar of a schema: a rule for each conjunction of its parts that stands somewhere, made one after the
+// other, so that schemas may refer to themselves.
+class JsonGrammar {
  public:
-  explicit Grammar(const OrderedJson& schema, std::string param) : root_(schema), param_(std::move(param)) {}
+  JsonGrammar(const OrderedJson& root, const std::string& param) : schema_(root, param), param_(param) {}
 
   ApiResult<std::string> build() {
-    const std::string body = rule_of(root_, param_);
-    if (error_) return *error_;
-    rules_["root"] = body + " ws";
-    use("ws");
-    std::string text;
-    for (const auto& [name, rule] : rules_) text += name + " ::= " + rule + "\n";
-    return text;
+    const std::string root = value(schema_.whole());
+    for (size_t i = 0; i < made_.size() && !schema_.error(); ++i) {  // it grows meanwhile
+      const Conjunction all = made_[i].all;
+      write(i, all);
+    }
+    if (!schema_.error()) check_ends();
+    if (schema_.error()) return *schema_.error();
+    rules_.add("root", root + " " + rules_.use("ws"));
+    return rules_.text();
   }
 
  private:
-  std::string refuse(const std::string& where, const std::string& what) {
-    if (!error_) error_ = ApiError{.message = what, .param = where};
-    return "null";
-  }
+  // A rule of a value. It ends when for one of `ways` all the rules do that it cannot go without.
+  struct Made {
+    Conjunction all;
+    std::vector<std::vector<size_t>> ways;
+    bool ends = false;
+  };
 
-  std::string use(const std::string& name) {
-    if (!rules_.emplace(name, kPrimitives.at(name)).second) return name;
-    if (const auto needs = kNeeds.find(name); needs != kNeeds.end())
-      for (const std::string& other : needs->second) use(other);
-    return name;
-  }
-
+  void refuse(const std::string& path, const std::string& what) { schema_.refuse(path, what); }
+  const std::string& path_of(const Conjunction& all) const { return all.empty() ? param_ : all[0].path; }
   std::string add(const std::string& rule) {
-    if (rules_.size() >= kMaxRules) return refuse(param_, "the schema needs more than 2000 rules");
-    std::string name = "r" + std::to_string(++last_);
-    rules_[name] = rule;
+    const std::string name = "p" + std::to_string(++n_pieces_);
+    rules_.add(name, rule);
+    if (rules_.too_large()) refuse(param_, "the schema's grammar is too large");
     return name;
   }
-
-  // A number of the schema within 0 .. kMaxRepeat.
-  std::optional<int64_t> count(const OrderedJson& schema, const char* key, const std::string& where) {
-    const auto found = schema.find(key);
-    if (found == schema.end()) return std::nullopt;
-    if (!found->is_number_integer() || *found < 0 || *found > kMaxRepeat) {
-      refuse(where + "." + key, std::string(key) + " is " + found->dump() + ", a whole number from 0 to " +
-                                    std::to_string(kMaxRepeat) + " is expected");
-      return std::nullopt;
-    }
-    return found->get<int64_t>();
+  bool possible(const Conjunction& all) {
+    return all.empty() || !schema_.forms(all, Schema::Reading::kWritten).empty();
   }
 
-  // Only these keys, beside those that describe.
-  bool only(const OrderedJson& schema, const std::set<std::string>& known, const std::string& where) {
-    for (const auto& [key, value] : schema.items()) {
-      if (known.contains(key) || kDescribes.contains(key)) continue;
-      refuse(where + "." + key,
-             "the schema's keyword \"" + key + "\" is not supported here, and would not be obeyed");
-      return false;
+  // The name of the rule of a value that obeys `all`. One that is needed ends only when that rule does.
+  std::string value(const Conjunction& all, std::vector<size_t>* needed = nullptr) {
+    std::vector<const OrderedJson*> key;
+    for (const Place& place : all)
+      if (*place.schema != true) key.push_back(place.schema);
+    if (key.empty()) return rules_.use("value");
+    std::sort(key.begin(), key.end());
+    key.erase(std::unique(key.begin(), key.end()), key.end());
+    const auto [known, added] = known_.try_emplace(std::move(key), made_.size());
+    if (added) {
+      made_.push_back({.all = all});
+      if (made_.size() > kMaxRules)
+        refuse(path_of(all), "the schema needs more than " + std::to_string(kMaxRules) + " rules");
     }
-    return true;
+    if (needed) needed->push_back(known->second);
+    return "v" + std::to_string(known->second);
   }
 
-  std::string alternatives(const OrderedJson& list, const std::string& where) {
-    if (!list.is_array() || list.empty()) return refuse(where, "a list of schemas is expected");
+  void write(size_t index, const Conjunction& all) {
+    const std::vector<Form> forms = schema_.forms(all, Schema::Reading::kWritten);
     std::string rule;
-    for (size_t i = 0; i < list.size(); ++i)
-      rule += (i > 0 ? " | " : "") + rule_of(list[i], where + "[" + std::to_string(i) + "]");
-    return add(rule);
-  }
-
-  // The name of a rule, or a piece of one that stands for itself, for a schema.
-  std::string rule_of(const OrderedJson& schema, const std::string& where) {
-    if (error_) return "null";
-    if (++depth_ > kMaxJsonDepth) return refuse(where, "the schema is nested too deeply");
-    std::string rule = read(schema, where);
-    --depth_;
-    return rule;
-  }
-
-  std::string read(const OrderedJson& schema, const std::string& where) {
-    if (schema.is_boolean() && schema.get<bool>()) return use("value");
-    if (!schema.is_object()) return refuse(where, "a schema is an object");
-    if (const auto ref = schema.find("$ref"); ref != schema.end()) return reference(*ref, where + ".$ref");
-    if (const auto value = schema.find("const"); value != schema.end()) {
-      if (!only(schema, {"const", "type"}, where)) return "null";
-      return add(literal(value->dump()));
-    }
-    if (const auto values = schema.find("enum"); values != schema.end()) {
-      if (!only(schema, {"enum", "type"}, where)) return "null";
-      if (!values->is_array() || values->empty()) return refuse(where + ".enum", "enum is a list of values");
-      std::string rule;
-      for (const OrderedJson& value : *values) rule += (rule.empty() ? "" : " | ") + literal(value.dump());
-      return add(rule);
-    }
-    for (const char* key : {"anyOf", "oneOf"}) {
-      const auto list = schema.find(key);
-      if (list == schema.end()) continue;
-      return only(schema, {key}, where) ? alternatives(*list, where + "." + key) : "null";
-    }
-    if (const auto list = schema.find("allOf"); list != schema.end()) {
-      if (!only(schema, {"allOf"}, where)) return "null";
-      if (!list->is_array() || list->size() != 1)
-        return refuse(where + ".allOf", "allOf of more than one schema is not supported here");
-      return rule_of((*list)[0], where + ".allOf[0]");
-    }
-    const auto type = schema.find("type");
-    if (type == schema.end()) {
-      if (schema.contains("properties")) return object(schema, where);
-      if (schema.contains("items")) return array(schema, where);
-      return only(schema, {}, where) ? use("value") : "null";
-    }
-    if (type->is_array()) {
-      std::string rule;
-      for (const OrderedJson& one : *type) {
-        OrderedJson single = schema;
-        single["type"] = one;
-        // Keywords of the other types do not concern this one.
-        if (one != "object")
-          single.erase("properties"), single.erase("required"), single.erase("additionalProperties");
-        if (one != "array")
-          for (const char* key : {"items", "prefixItems", "minItems", "maxItems"}) single.erase(key);
-        if (one != "string") single.erase("minLength"), single.erase("maxLength");
-        rule += (rule.empty() ? "" : " | ") + rule_of(single, where);
+    std::vector<std::vector<size_t>> ways;
+    impossible_.clear();
+    std::vector<size_t> needed;
+    const auto way = [&](const std::optional<std::string>& text) {
+      if (!text) return needed.clear();
+      rule += (ways.empty() ? "" : " | ") + *text;
+      ways.push_back(std::exchange(needed, {}));
+    };
+    for (const Form& form : forms) {
+      if (form.values) {
+        for (const OrderedJson* value : *form.values) rule += (rule.empty() ? "" : " | ") + literal(value->dump());
+        ways.emplace_back();
+        continue;
       }
-      return rule.empty() ? refuse(where + ".type", "type is an empty list") : add(rule);
+      if ((form.types & kObjectType) != 0) way(object(form, needed));
+      if ((form.types & kArrayType) != 0) way(array(form, needed));
+      if ((form.types & kStringType) != 0) way(string(form));
+      if ((form.types & kNumberType) != 0) way(number(form));
+      if ((form.types & kBooleanType) != 0) way(rules_.use("boolean"));
+      if ((form.types & kNullType) != 0) way(rules_.use("null"));
+      if (schema_.error()) return;
     }
-    if (*type == "object") return object(schema, where);
-    if (*type == "array") return array(schema, where);
-    if (*type == "string") return string(schema, where);
-    if (*type == "integer") {
-      if (!only(schema, {"type", "minimum"}, where)) return "null";
-      const auto minimum = schema.find("minimum");
-      if (minimum == schema.end()) return use("integer");
-      if (*minimum == 0) return use("integral");
-      return refuse(where + ".minimum", "minimum is " + minimum->dump() + "; only 0 is supported here");
-    }
-    for (const char* name : {"number", "boolean", "null"})
-      if (*type == name) return only(schema, {"type"}, where) ? use(name) : "null";
-    return refuse(where + ".type", "type is " + type->dump() +
-                                       "; allowed are object, array, string, integer, number, boolean, null");
+    if (ways.empty())
+      return refuse(impossible_.empty() ? path_of(all) : impossible_, "no value obeys all that is asked here");
+    made_[index].ways = std::move(ways);
+    rules_.add("v" + std::to_string(index), rule);
+    if (rules_.too_large()) refuse(param_, "the schema's grammar is too large");
   }
 
-  std::string reference(const OrderedJson& ref, const std::string& where) {
-    if (!ref.is_string()) return refuse(where, "$ref is a string");
-    const std::string path = ref.get<std::string>();
-    if (const auto known = references_.find(path); known != references_.end()) return known->second;
-    if (!path.starts_with("#"))
-      return refuse(where, "$ref is \"" + path + "\"; only #/... within the schema works");
-    const OrderedJson* target = nullptr;
-    try {
-      target = &root_.at(OrderedJson::json_pointer(path.substr(1)));
-    } catch (const OrderedJson::exception&) {
-      return refuse(where, "$ref is \"" + path + "\", which is not in the schema");
-    }
-    std::string name = "d" + std::to_string(references_.size() + 1);
-    references_[path] = name;  // before it is read: it may name itself
-    const std::string rule = rule_of(*target, where);
-    if (rule == name) return refuse(where, "$ref \"" + path + "\" is nothing but itself");
-    rules_[name] = rule;
-    return name;
-  }
-
-  std::string string(const OrderedJson& schema, const std::string& where) {
-    if (!only(schema, {"type", "minLength", "maxLength"}, where)) return "null";
-    const auto least = count(schema, "minLength", where), most = count(schema, "maxLength", where);
-    if (!least && !most) return use("string");
-    if (most && least.value_or(0) > *most) return refuse(where, "minLength is larger than maxLength");
-    use("char");
-    return add("\"\\\"\" char{" + std::to_string(least.value_or(0)) + "," + (most ? std::to_string(*most) : "") +
-               "} \"\\\"\"");
-  }
-
-  std::string array(const OrderedJson& schema, const std::string& where) {
-    if (!only(schema, {"type", "items", "prefixItems", "minItems", "maxItems"}, where)) return "null";
-    use("ws");
-    if (const auto prefix = schema.find("prefixItems"); prefix != schema.end()) {
-      if (!prefix->is_array() || prefix->empty())
-        return refuse(where + ".prefixItems", "a list of schemas is expected");
-      std::string rule = "\"[\" ws ";
-      for (size_t i = 0; i < prefix->size(); ++i)
-        rule += (i > 0 ? " ws \",\" ws " : "") +
-                rule_of((*prefix)[i], where + ".prefixItems[" + std::to_string(i) + "]");
-      return add(rule + " ws \"]\"");
-    }
-    const std::string item = schema.contains("items") ? rule_of(schema["items"], where + ".items") : use("value");
-    const int64_t least = count(schema, "minItems", where).value_or(0);
-    const auto most = count(schema, "maxItems", where);
-    if (most && least > *most) return refuse(where, "minItems is larger than maxItems");
-    if (most && *most == 0) return add("\"[\" ws \"]\"");
-    const std::string rest = "(ws \",\" ws " + item + "){" + std::to_string(least > 0 ? least - 1 : 0) + "," +
-                             (most ? std::to_string(*most - 1) : "") + "}";
-    const std::string items = item + " " + rest;
-    return add("\"[\" ws " + (least > 0 ? items : "(" + items + ")?") + " ws \"]\"");
-  }
-
-  // Properties in the schema's order; those not required may be left out. Rule i stands for what may follow after
-  // the properties before i, with a comma in front when something was written already.
-  std::string object(const OrderedJson& schema, const std::string& where) {
-    if (!only(schema, {"type", "properties", "required", "additionalProperties"}, where)) return "null";
-    use("ws");
-    const OrderedJson none = OrderedJson::object();
-    const OrderedJson& properties = schema.contains("properties") ? schema["properties"] : none;
-    if (!properties.is_object()) return refuse(where + ".properties", "properties is an object");
-    std::set<std::string> required;
-    if (const auto list = schema.find("required"); list != schema.end()) {
-      if (!list->is_array()) return refuse(where + ".required", "required is a list of names");
-      for (const OrderedJson& name : *list) {
-        if (!name.is_string() || !properties.contains(name.get<std::string>()))
-          return refuse(where + ".required", "required names " + name.dump() + ", which is not in properties");
-        required.insert(name.get<std::string>());
+  // A schema that needs itself inside itself has no text.
+  void check_ends() {
+    for (bool found = true; found;) {
+      found = false;
+      for (size_t i = made_.size(); i-- > 0;) {  // parts come behind what they are part of
+        if (made_[i].ends) continue;
+        const auto ends = [&](const std::vector<size_t>& needed) {
+          return std::all_of(needed.begin(), needed.end(), [&](size_t n) { return made_[n].ends; });
+        };
+        found |= made_[i].ends = std::any_of(made_[i].ways.begin(), made_[i].ways.end(), ends);
       }
     }
-    const auto more = schema.find("additionalProperties");
-    // Without properties an object is anything, as everywhere; with them, only those: what is wanted of an answer.
-    std::string extra;
-    if (more != schema.end() && !(more->is_boolean() && !more->get<bool>())) {
-      extra = more->is_boolean() ? use("value") : rule_of(*more, where + ".additionalProperties");
-    } else if (more == schema.end() && properties.empty()) {
-      return use("object");
+    for (const Made& made : made_)
+      if (!made.ends) return refuse(path_of(made.all), "no value obeys it: it needs itself inside itself");
+  }
+
+  // --- each type: nullopt, no value of it obeys ---
+  std::optional<std::string> string(const Form& form) {
+    const StringLimits limits = schema_.strings(form.all);
+    if (schema_.error() || (limits.most && *limits.most < limits.least)) return std::nullopt;
+    std::vector<const Automaton*> automata = limits.patterns;
+    automata.insert(automata.end(), limits.formats.begin(), limits.formats.end());
+    if (automata.empty()) {
+      if (limits.least == 0 && !limits.most) return rules_.use("string");
+      repeat(form, limits.most.value_or(limits.least));
+      return add("\"\\\"\" " + rules_.use("char") + times(limits.least, limits.most.value_or(kNoEnd)) +
+                 " \"\\\"\"");
     }
-    std::string tail_first, tail_after;  // further members: as the first ones, after others
-    if (!extra.empty()) {
-      use("string");
-      const std::string member = "string ws \":\" ws " + extra;
-      tail_after = add("(ws \",\" ws " + member + ")*");
-      tail_first = add("(" + member + " " + tail_after + ")?");
+    std::optional<Automaton> all = *automata[0];
+    for (size_t i = 1; all && i < automata.size(); ++i) all = product(*all, *automata[i]);
+    if (all && (limits.least > 0 || limits.most)) all = product(*all, texts_of_length(limits.least, limits.most));
+    const std::string text = texts(form, all);
+    return text.empty() ? std::nullopt : std::optional("\"\\\"\" " + text + " \"\\\"\"");
+  }
+
+  std::optional<std::string> number(const Form& form) {
+    const NumberLimits limits = schema_.numbers(form);
+    if (schema_.error()) return std::nullopt;
+    if (limits.plain()) return rules_.use(limits.whole ? "integer" : "number");
+    const std::string text = texts(form, texts_of_numbers(limits));
+    return text.empty() ? std::nullopt : std::optional(text);
+  }
+
+  std::optional<std::string> array(const Form& form, std::vector<size_t>& needed) {
+    const ArrayLimits limits = schema_.arrays(form.all);
+    if (schema_.error()) return std::nullopt;
+    const auto n_prefix = static_cast<int64_t>(limits.prefix.size());
+    // What the schema leaves open is written as it reads: a prefix whole, and nothing behind it.
+    const int64_t open_end = limits.rest_given || n_prefix == 0 ? kNoEnd : n_prefix;
+    int64_t most = limits.most.value_or(std::max(open_end, limits.least.value_or(0)));
+    for (int64_t i = 0; i < std::min(n_prefix, most); ++i)
+      if (!possible(limits.prefix[static_cast<size_t>(i)])) most = i;
+    if (most > n_prefix && !possible(limits.rest)) most = n_prefix;
+    const int64_t least = limits.least.value_or(std::min(n_prefix, most));
+    if (schema_.error() || least > most) return std::nullopt;
+    rules_.use("ws");
+
+    // From the end to the beginning: what may follow the items before i.
+    std::string rest;
+    if (most > n_prefix) {
+      const std::string item = value(limits.rest, least > n_prefix ? &needed : nullptr);
+      repeat(form, most == kNoEnd ? least : most);
+      const int64_t before = n_prefix == 0 ? 1 : 0;  // the first item has no comma
+      const int64_t end = most == kNoEnd ? kNoEnd : most - n_prefix - before;
+      rest = "(ws \",\" ws " + item + ")" + times(std::max<int64_t>(least - n_prefix - before, 0), end);
+      if (n_prefix == 0) rest = optional(item + " " + rest, least == 0);
     }
-    std::vector<std::pair<std::string, std::string>> members;  // name, rule of the value
-    for (const auto& [name, value] : properties.items())
-      members.emplace_back(name, rule_of(value, where + ".properties." + name));
-    // From the last property to the first: rules for "nothing written yet" and "something written".
-    std::string first = tail_first.empty() ? "\"\"" : tail_first, after = tail_after.empty() ? "\"\"" : tail_after;
-    std::reverse(members.begin(), members.end());
-    for (const auto& [name, value] : members) {
-      const std::string pair = literal(OrderedJson(name).dump()) + " ws \":\" ws " + value;
-      const bool needed = required.contains(name);
-      const std::string new_first = pair + " " + after + (needed ? "" : " | " + first);
-      const std::string new_after = "ws \",\" ws " + pair + " " + after + (needed ? "" : " | " + after);
-      first = add(new_first);
-      after = add(new_after);
+    for (int64_t i = std::min(n_prefix, most) - 1; i >= 0; --i) {
+      const std::string item = value(limits.prefix[static_cast<size_t>(i)], i < least ? &needed : nullptr);
+      rest = add(optional((i > 0 ? "ws \",\" ws " : "") + item + " " + rest, i >= least));
+    }
+    return add("\"[\" ws " + rest + " ws \"]\"");
+  }
+
+  // Properties in the schema's order; those not required may be left out. `first` and `after` stand for what may
+  // follow the properties before, when nothing and when something was written already.
+  std::optional<std::string> object(const Form& form, std::vector<size_t>& needed) {
+    const ObjectLimits limits = schema_.objects(form.all);
+    if (schema_.error()) return std::nullopt;
+    if (limits.properties.empty() && !limits.closed && limits.others.empty()) return rules_.use("object");
+    rules_.use("ws");
+    std::string first = "\"\"", after = "\"\"";
+    if (limits.writes_others() && possible(limits.others)) {
+      std::vector<std::string> names;
+      for (const auto& property : limits.properties) names.push_back(property.name);
+      const auto others = all_texts_but(names);
+      if (!others)
+        refuse(path_of(form.all) + ".additionalProperties", "the names in properties are too long for it");
+      if (schema_.error()) return std::nullopt;
+      const std::string name =
+          names.empty() ? rules_.use("string") : "\"\\\"\" " + rules_.add(*others) + " \"\\\"\"";
+      const std::string member = name + " ws \":\" ws " + value(limits.others);
+      after = add("(ws \",\" ws " + member + ")*");
+      first = add("(" + member + " " + after + ")?");
+    }
+    for (size_t i = limits.properties.size(); i-- > 0;) {
+      const ObjectLimits::Property& property = limits.properties[i];
+      if (!possible(property.value)) {
+        if (property.required) impossible_ = property.path;
+        if (schema_.error() || property.required) return std::nullopt;
+        continue;
+      }
+      const std::string member = literal(OrderedJson(property.name).dump()) + " ws \":\" ws " +
+                                 value(property.value, property.required ? &needed : nullptr) + " " + after;
+      first = add(member + (property.required ? "" : " | " + first));
+      after = add("ws \",\" ws " + member + (property.required ? "" : " | " + after));
+      if (schema_.error()) return std::nullopt;
     }
     return add("\"{\" ws " + first + " ws \"}\"");
   }
 
-  const OrderedJson& root_;
+  static std::string times(int64_t least, int64_t most) {
+    return "{" + std::to_string(least) + "," + (most == kNoEnd ? "" : std::to_string(most)) + "}";
+  }
+  static std::string optional(const std::string& text, bool may_miss) {
+    return may_miss ? "(" + text + ")?" : text;
+  }
+  void repeat(const Form& form, int64_t n) {
+    n_repeats_ += n;
+    if (n_repeats_ > kMaxRepeats) refuse(path_of(form.all), "the schema's lengths are too large together");
+  }
+  // Empty: no text.
+  std::string texts(const Form& form, const std::optional<Automaton>& automaton) {
+    if (!automaton) refuse(path_of(form.all), "what is asked of this value needs too many states together");
+    if (!automaton || automaton->empty()) return "";
+    const std::string name = rules_.add(*automaton);
+    if (rules_.too_large()) refuse(param_, "the schema's grammar is too large");
+    return name;
+  }
+
+  Schema schema_;
   const std::string param_;
-  std::map<std::string, std::string> rules_;
-  std::map<std::string, std::string> references_;  // path -> rule
-  std::optional<ApiError> error_;
-  int last_ = 0, depth_ = 0;
+  GrammarRules rules_;
+  std::vector<Made> made_;
+  std::map<std::vector<const OrderedJson*>, size_t> known_;  // index of made_
+  std::string impossible_;  // a property of the value that is being written, if it is required and has no value
+  int n_pieces_ = 0;
+  int64_t n_repeats_ = 0;
 };
 
 }  // namespace
 
 std::string json_object_grammar() {
-  std::string text = "root ::= object ws\n";
-  for (const auto& [name, rule] : kPrimitives) {
-    if (name == "integer") continue;
-    text += name + " ::= " + rule + "\n";
-  }
-  return text;
+  GrammarRules rules;
+  rules.add("root", rules.use("object") + " " + rules.use("ws"));
+  return rules.text();
 }
 
 ApiResult<std::string> schema_grammar(const OrderedJson& schema, const std::string& param) {
-  return Grammar(schema, param).build();
+  return JsonGrammar(schema, param).build();
 }
 
 }  // namespace pagedkv::server

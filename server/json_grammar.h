@@ -1,4 +1,4 @@
-// From a JSON schema to a grammar (GBNF) that derives just the JSON texts the schema allows.
+// From a JSON schema to a grammar (GBNF) that derives just JSON texts that the schema allows.
 #pragma once
 
 #include <string>
@@ -11,11 +11,8 @@ namespace pagedkv::server {
 // Any JSON object.
 std::string json_object_grammar();
 
-// Understood: type (also a list), properties, required, additionalProperties, items, prefixItems, minItems,
-// maxItems, enum, const, anyOf, oneOf, allOf of one, minLength, maxLength, minimum 0 of integers, $ref within the
-// schema, and what only describes (title, description, default, examples, ...). Objects have their properties in
-// the schema's order. Anything else would not be obeyed: the error names it and where. `param` begins the errors'
-// field name.
+// What is understood, and what of it is written, says docs/server.md. Anything else would not be obeyed: the error
+// names it and where. `param` begins the errors' field name. Takes bounded time and memory.
 ApiResult<std::string> schema_grammar(const OrderedJson& schema, const std::string& param);
 
 }  // namespace pagedkv::server

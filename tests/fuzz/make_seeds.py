@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what the fuzzers start from:  make_seeds.py DIRECTORY  ->  DIRECTORY/{gguf,formats,image,sampling}/*"""
+"""Writes what the fuzzers start from:  make_seeds.py DIRECTORY  ->  DIRECTORY/{gguf,formats,image,sampling,schema}/*"""
 import random
 import struct
 import sys
@@ -62,6 +62,18 @@ def sampling_seeds():
         yield text.encode() + rng.randbytes(60)
 
 
+def schema_seeds():
+    schemas = ['{}', 'false', '{"type":"object","properties":{"a":{"type":"integer"},"b":false},"required":["a"],'
+               '"additionalProperties":{"type":"string","maxLength":3}}', '{"$defs":{"n":{"properties":{"k":{"type":'
+               '"array","items":{"$ref":"#/$defs/n"}}}}},"$ref":"#/$defs/n","minItems":1}',
+               '{"type":"string","pattern":"^[a-f\\\\d]{2,3}|(x|\\u00e9)+$","minLength":2}', '{"format":"date-time"}',
+               '{"type":"number","minimum":-1.5,"exclusiveMaximum":2e3,"multipleOf":0.25}',
+               '{"oneOf":[{"const":1},{"enum":["a",null]},{"type":"object","required":["z"]}]}',
+               '{"anyOf":[{"type":["null","string"]},{"allOf":[{"type":"integer"},{"maximum":9}]}]}',
+               '{"prefixItems":[{"type":"boolean"},{}],"items":{"type":"null"},"minItems":1,"maxItems":4}']
+    return [schema.encode() + b"\1" for schema in schemas]
+
+
 def image_seeds():
     rng = random.Random(1)
     return [rng.randbytes(n) for n in (16, 64, 256, 1024, 4096) for _ in range(6)]
@@ -69,7 +81,7 @@ def image_seeds():
 
 def main(directory):
     for name, seeds in (("gguf", gguf_seeds()), ("formats", format_seeds()), ("image", image_seeds()),
-                        ("sampling", sampling_seeds())):
+                        ("sampling", sampling_seeds()), ("schema", schema_seeds())):
         folder = Path(directory) / name
         folder.mkdir(parents=True, exist_ok=True)
         for i, seed in enumerate(seeds):
