@@ -13,7 +13,7 @@ constexpr size_t kMaxAtOnce = 200;
 constexpr size_t kMaxForms = 256;
 constexpr size_t kMaxReferences = 2000;
 constexpr size_t kMaxWork = 1'500'000;  // about a second
-constexpr size_t kMaxShown = 64;  // bytes of a schema's own words in an error
+constexpr size_t kMaxShown = 64;        // bytes of a schema's own words in an error
 
 const std::set<std::string_view> kDescribes = {
     "title", "description", "default",    "examples",           "$schema",

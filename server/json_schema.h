@@ -133,10 +133,10 @@ class Schema {
   const std::string path_;
   std::optional<ApiError> error_;
   size_t work_ = 0;
-  std::unordered_set<const OrderedJson*> checked_;            // their keywords are known
-  std::unordered_map<std::string, Place> refs_;               // targets
-  std::unordered_map<const OrderedJson*, int> heights_;       // -1: being measured
-  std::map<std::string, Automaton> patterns_;                 // by their text
+  std::unordered_set<const OrderedJson*> checked_;       // their keywords are known
+  std::unordered_map<std::string, Place> refs_;          // targets
+  std::unordered_map<const OrderedJson*, int> heights_;  // -1: being measured
+  std::map<std::string, Automaton> patterns_;            // by their text
 };
 
 }  // namespace pagedkv::server
