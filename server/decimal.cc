@@ -143,7 +143,7 @@ std::optional<Automaton> texts_of(const NumberLimits& limits, const Decimal* mul
       const auto next = reader.next(readings[done], c);
       if (!next) continue;
       const uint32_t target = state_of(*next);
-      const auto character = static_cast<uint32_t>(c);
+      const uint32_t character = static_cast<unsigned char>(c);
       auto& arcs = out.states[done].arcs;
       if (!arcs.empty() && arcs.back().target == target && arcs.back().high + 1 == character) {
         arcs.back().high = character;

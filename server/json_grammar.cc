@@ -45,7 +45,7 @@ class JsonGrammar {
   void refuse(const std::string& path, const std::string& what) { schema_.refuse(path, what); }
   const std::string& path_of(const Conjunction& all) const { return all.empty() ? param_ : all[0].path; }
   std::string add(const std::string& rule) {
-    const std::string name = "p" + std::to_string(++n_pieces_);
+    std::string name = "p" + std::to_string(++n_pieces_);
     rules_.add(name, rule);
     if (rules_.too_large()) refuse(param_, "the schema's grammar is too large");
     return name;
@@ -229,7 +229,7 @@ class JsonGrammar {
   std::string texts(const Form& form, const std::optional<Automaton>& automaton) {
     if (!automaton) refuse(path_of(form.all), "what is asked of this value needs too many states together");
     if (!automaton || automaton->empty()) return "";
-    const std::string name = rules_.add(*automaton);
+    std::string name = rules_.add(*automaton);
     if (rules_.too_large()) refuse(param_, "the schema's grammar is too large");
     return name;
   }
