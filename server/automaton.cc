@@ -70,7 +70,7 @@ std::optional<Automaton> product(const Automaton& a, const Automaton& b) {
   std::map<std::pair<uint32_t, uint32_t>, uint32_t> known;
   std::vector<std::pair<uint32_t, uint32_t>> pairs;
   const auto state_of = [&](uint32_t in_a, uint32_t in_b) {
-    const auto [at, added] = known.try_emplace({in_a, in_b}, static_cast<uint32_t>(pairs.size()));
+    const auto [at, added] = known.try_emplace({in_a, in_b}, uint32_t(pairs.size()));
     if (added) {
       pairs.emplace_back(in_a, in_b);
       out.states.push_back({.accepts = a.states[in_a].accepts && b.states[in_b].accepts});
@@ -102,8 +102,7 @@ Automaton texts_of_length(int64_t least, std::optional<int64_t> most) {
   const int64_t last = most.value_or(least);
   for (int64_t n = 0; n <= last; ++n) {
     out.states.push_back({.accepts = n >= least});
-    if (n < last || !most)
-      out.states.back().arcs.push_back({0, kMaxCharacter, static_cast<uint32_t>(std::min(n + 1, last))});
+    if (n < last || !most) out.states.back().arcs.push_back({0, kMaxCharacter, uint32_t(std::min(n + 1, last))});
   }
   return out;
 }
@@ -115,7 +114,7 @@ std::optional<Automaton> all_texts_but(const std::vector<std::string>& words) {
   for (const std::string& word : words) {
     uint32_t at = 0;
     for (const uint32_t c : characters(word)) {
-      const auto [found, added] = next[at].try_emplace(c, static_cast<uint32_t>(next.size()));
+      const auto [found, added] = next[at].try_emplace(c, uint32_t(next.size()));
       at = found->second;
       if (!added) continue;
       if (next.size() >= Automaton::kMaxStates) return std::nullopt;

@@ -8,7 +8,7 @@
 namespace pagedkv::server {
 namespace {
 
-double rounded(double seconds) { return static_cast<double>(std::llround(seconds * 1e4)) / 1e4; }
+double rounded(double seconds) { return double(std::llround(seconds * 1e4)) / 1e4; }
 
 void add_to(engine::Usage& sum, const engine::Usage& usage) {
   sum.prompt_tokens += usage.prompt_tokens;
@@ -55,7 +55,7 @@ void CompletionJob::start() {
   left_ = std::ssize(request_.prompts);
   for (size_t i = 0; i < request_.prompts.size(); ++i) {
     auto id = service_.scheduler().submit(std::move(request_.prompts[i]),
-                                          std::make_shared<Sink>(shared_from_this(), static_cast<int64_t>(i) * n_));
+                                          std::make_shared<Sink>(shared_from_this(), int64_t(i) * n_));
     if (!id.ok()) {
       // The others are not wanted without it.
       for (const engine::RequestId other : ids_) service_.scheduler().cancel(other);

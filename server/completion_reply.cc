@@ -90,7 +90,7 @@ CompletionReply::CompletionReply(Endpoint endpoint, std::string id, std::string 
       logprobs_(logprobs),
       usage_in_stream_(usage_in_stream),
       text_(text),
-      choices_(static_cast<size_t>(n_choices)) {}
+      choices_(size_t(n_choices)) {}
 
 // The tokens whose text is shown by now. Those of a stop string never are, and are not listed.
 std::vector<ScoredToken> CompletionReply::listed(Choice& choice, const engine::Delta& delta) const {
@@ -105,14 +105,14 @@ std::vector<ScoredToken> CompletionReply::listed(Choice& choice, const engine::D
   size_t n = 0;
   for (; n < choice.held.size() && (all || choice.n_listed < choice.n_shown); ++n)
     choice.n_listed += std::ssize(text_.piece(choice.held[n].drawn.token));
-  const auto end = choice.held.begin() + static_cast<std::ptrdiff_t>(n);
+  const auto end = choice.held.begin() + std::ptrdiff_t(n);
   std::vector<ScoredToken> tokens(choice.held.begin(), end);
   choice.held.erase(choice.held.begin(), end);
   return tokens;
 }
 
 void CompletionReply::add(const engine::Delta& delta) {
-  Choice& choice = choices_[static_cast<size_t>(delta.choice)];
+  Choice& choice = choices_[size_t(delta.choice)];
   choice.text += delta.text;
   const std::vector<ScoredToken> tokens = listed(choice, delta);
   choice.tokens.insert(choice.tokens.end(), tokens.begin(), tokens.end());
@@ -129,7 +129,7 @@ std::string CompletionReply::event(std::string choices, bool usage_null) const {
 }
 
 std::string CompletionReply::events(const engine::Delta& delta) {
-  Choice& choice = choices_[static_cast<size_t>(delta.choice)];
+  Choice& choice = choices_[size_t(delta.choice)];
   const std::string index = std::to_string(delta.choice);
   std::string out;
   if (endpoint_ == Endpoint::kChat && !choice.begun) {

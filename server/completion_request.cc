@@ -47,14 +47,14 @@ uint64_t read_seed(Fields& fields) {
     return uint64_t{device()} << 32 | device();
   }
   if (value->is_number_unsigned()) return value->get<uint64_t>();
-  if (value->is_number_integer()) return static_cast<uint64_t>(value->get<int64_t>());
+  if (value->is_number_integer()) return uint64_t(value->get<int64_t>());
   constexpr double kExact = 9007199254740992;  // 2^53: past it a double is no certain whole number
   const double number = value->is_number_float() ? value->get<double>() : kExact * 2;
   if (std::floor(number) != number || std::abs(number) > kExact) {
     fields.wrong("seed", *value, "a whole number from -2^63 to 2^64 - 1");
     return 0;
   }
-  return static_cast<uint64_t>(static_cast<int64_t>(number));
+  return uint64_t(int64_t(number));
 }
 
 void read_bias(Fields& fields, std::vector<std::pair<int32_t, float>>& bias, int64_t vocab_size) {
@@ -130,7 +130,7 @@ ApiError too_long(const std::string& n, Tokens context, const std::string& param
 int64_t inner_bytes(std::string_view text) {
   constexpr std::string_view kSpace = " \t\n\v\f\r";
   const size_t first = text.find_first_not_of(kSpace);
-  return first == std::string_view::npos ? 0 : static_cast<int64_t>(text.find_last_not_of(kSpace) + 1 - first);
+  return first == std::string_view::npos ? 0 : int64_t(text.find_last_not_of(kSpace) + 1 - first);
 }
 
 // Before a text costs more than reading it.
@@ -189,8 +189,7 @@ void read_sampling(Fields& fields, const RequestLimits& limits, int64_t vocab_si
   fields.number("repetition_penalty", 0.1, 10, sampling.repeat_penalty);
   fields.number("repeat_penalty", 0.1, 10, sampling.repeat_penalty);
   // -1 and 0: all tokens, as other servers have it.
-  if (const auto top_k = fields.whole("top_k", -1, INT32_MAX))
-    sampling.top_k = static_cast<int>(std::max<int64_t>(*top_k, 0));
+  if (const auto top_k = fields.whole("top_k", -1, INT32_MAX)) sampling.top_k = int(std::max<int64_t>(*top_k, 0));
   sampling.seed = read_seed(fields);
   read_bias(fields, sampling.logit_bias, vocab_size);
 }

@@ -41,7 +41,7 @@ class NumberReader {
     if (!multiple) return;
     units_ = units(*multiple).value_or(1);
     if (units_ > kMaxMultiple) n_zeros_ = multiple->whole.size() - 1;
-    scale_ = static_cast<int>(multiple->fraction.size());
+    scale_ = int(multiple->fraction.size());
   }
 
   std::optional<Reading> next(Reading r, char c) const {
@@ -57,24 +57,23 @@ class NumberReader {
       if ((r.at != At::kZero && r.at != At::kWhole) || limits_.whole) return std::nullopt;
       r.to_low = beside(limits_.low, r, r.to_low);
       r.to_high = beside(limits_.high, r, r.to_high);
-      r.room = static_cast<int>(kMaxDigits) - r.n_whole;
+      r.room = int(kMaxDigits) - r.n_whole;
       if (scale_ >= 0) r.room = std::min(r.room, scale_);
       r.n_whole = 0;
       r.at = At::kPoint;
       if (r.room == 0) return std::nullopt;
       return r;
     }
-    if (r.at == At::kZero || (fraction && r.room == 0) || r.n_whole == static_cast<int>(kMaxDigits))
-      return std::nullopt;
+    if (r.at == At::kZero || (fraction && r.room == 0) || r.n_whole == int(kMaxDigits)) return std::nullopt;
     r.nonzero |= c != '0';
     if (n_zeros_ > 0) {
       r.rest = c == '0' ? r.rest - std::min<uint64_t>(r.rest, 1) : n_zeros_;
     } else {
-      r.rest = (r.rest * 10 + static_cast<uint64_t>(c - '0')) % units_;
+      r.rest = (r.rest * 10 + uint64_t(c - '0')) % units_;
     }
     const auto digit_of = [&](const std::optional<NumberLimits::Bound>& bound) {
       const std::string& digits = fraction ? bound->value.fraction : bound->value.whole;
-      const auto index = static_cast<size_t>(fraction ? r.n_fraction : r.n_whole);
+      const auto index = size_t(fraction ? r.n_fraction : r.n_whole);
       return index < digits.size() ? digits[index] : '0';
     };
     if (limits_.low && r.to_low == 0) r.to_low = sign(c - digit_of(limits_.low));
@@ -105,14 +104,14 @@ class NumberReader {
   // The whole part beside the bound's.
   static int beside(const std::optional<NumberLimits::Bound>& bound, const Reading& r, int digits) {
     if (!bound) return 0;
-    const int size = static_cast<int>(bound->value.whole.size());
+    const int size = int(bound->value.whole.size());
     return r.n_whole == size ? digits : sign(r.n_whole - size);
   }
   static bool within(const std::optional<NumberLimits::Bound>& bound, const Reading& r, int digits, bool upper) {
     if (!bound) return true;
     if (r.negative != bound->value.negative) return r.negative == upper;
     int magnitude = r.at == Reading::At::kFraction ? digits : beside(bound, r, digits);
-    if (magnitude == 0 && bound->value.fraction.size() > static_cast<size_t>(r.n_fraction)) magnitude = -1;
+    if (magnitude == 0 && bound->value.fraction.size() > size_t(r.n_fraction)) magnitude = -1;
     const int value = r.negative ? -magnitude : magnitude;
     return (upper ? value < 0 : value > 0) || (value == 0 && !bound->exclusive);
   }
@@ -129,7 +128,7 @@ std::optional<Automaton> texts_of(const NumberLimits& limits, const Decimal* mul
   std::map<Reading, uint32_t> known;
   std::vector<Reading> readings;
   const auto state_of = [&](const Reading& reading) {
-    const auto [at, added] = known.try_emplace(reading, static_cast<uint32_t>(readings.size()));
+    const auto [at, added] = known.try_emplace(reading, uint32_t(readings.size()));
     if (added) {
       readings.push_back(reading);
       out.states.push_back({.accepts = reader.ends(reading)});
@@ -180,8 +179,8 @@ std::optional<Decimal> decimal(const OrderedJson& number) {
   }
   if (at < text.size()) exponent += std::stoi(text.substr(at + 1));
   if (exponent < -kMaxExponent || exponent > kMaxExponent) return std::nullopt;
-  if (exponent > 0) digits.append(static_cast<size_t>(exponent), '0');
-  const auto n_fraction = static_cast<size_t>(std::max<int64_t>(0, -exponent));
+  if (exponent > 0) digits.append(size_t(exponent), '0');
+  const auto n_fraction = size_t(std::max<int64_t>(0, -exponent));
   if (digits.size() <= n_fraction) digits.insert(0, n_fraction + 1 - digits.size(), '0');
   Decimal out{.whole = digits.substr(0, digits.size() - n_fraction),
               .fraction = digits.substr(digits.size() - n_fraction)};
@@ -222,7 +221,7 @@ bool NumberLimits::allow(const Decimal& value) const {
     digits.append(multiple.fraction.size() - value.fraction.size(), '0');
     uint64_t rest = 0;
     const uint64_t by = units(multiple).value_or(1);
-    for (const char c : digits) rest = (rest * 10 + static_cast<uint64_t>(c - '0')) % by;
+    for (const char c : digits) rest = (rest * 10 + uint64_t(c - '0')) % by;
     return rest == 0;
   });
 }

@@ -53,13 +53,13 @@ std::optional<int64_t> Fields::whole(const std::string& name, int64_t low, int64
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   std::optional<int64_t> n;
   if (value->is_number_unsigned()) {
-    n = static_cast<int64_t>(std::min<uint64_t>(value->get<uint64_t>(), kMost));
+    n = int64_t(std::min<uint64_t>(value->get<uint64_t>(), kMost));
   } else if (value->is_number_integer()) {
     n = value->get<int64_t>();
   } else if (value->is_number_float() && std::floor(value->get<double>()) == value->get<double>()) {
     n = value->get<double>() >= 9.2e18    ? kMost
         : value->get<double>() <= -9.2e18 ? std::numeric_limits<int64_t>::min()
-                                          : static_cast<int64_t>(value->get<double>());
+                                          : int64_t(value->get<double>());
   }
   if (n && *n >= low && *n <= high) return n;
   wrong(name, *value,

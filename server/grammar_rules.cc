@@ -73,7 +73,7 @@ class Spellings {
  private:
   void add_control(uint32_t c) {
     static constexpr std::string_view kControls = "\b\f\n\r\t", kNames = "bfnrt";
-    const size_t which = kControls.find(static_cast<char>(c));
+    const size_t which = kControls.find(char(c));
     if (which != std::string_view::npos) {
       named_ += kNames[which];
     } else {

@@ -270,7 +270,7 @@ class ServerImpl final : public HttpServer {
     error_code error;
     const auto address = asio::ip::make_address(options_.host == "localhost" ? "127.0.0.1" : options_.host, error);
     if (error) return invalid_argument("[http] host \"" + options_.host + "\" is no IP address");
-    const tcp::endpoint endpoint(address, static_cast<uint16_t>(options_.port));
+    const tcp::endpoint endpoint(address, uint16_t(options_.port));
     acceptor_.open(endpoint.protocol(), error);
     if (!error) acceptor_.set_option(asio::socket_base::reuse_address(true), error);
     if (!error) acceptor_.bind(endpoint, error);
@@ -286,7 +286,7 @@ class ServerImpl final : public HttpServer {
     }
     if (getrlimit(RLIMIT_NOFILE, &files) == 0 &&
         files.rlim_cur < static_cast<rlim_t>(options_.max_connections) + 64) {
-      options_.max_connections = std::max<int64_t>(16, static_cast<int64_t>(files.rlim_cur) - 64);
+      options_.max_connections = std::max<int64_t>(16, int64_t(files.rlim_cur) - 64);
       notice("[http] at most " + std::to_string(options_.max_connections) + " connections: this process may open " +
              std::to_string(files.rlim_cur) + " files (ulimit -n)");
     }
@@ -432,8 +432,8 @@ asio::awaitable<bool> Connection::skip_blank_lines() {
 asio::awaitable<Connection::Received> Connection::receive() {
   const HttpOptions& options = server_.options();
   http::request_parser<http::string_body> parser;
-  parser.header_limit(static_cast<uint32_t>(options.max_header_bytes));
-  parser.body_limit(static_cast<uint64_t>(options.max_body_bytes));
+  parser.header_limit(uint32_t(options.max_header_bytes));
+  parser.body_limit(uint64_t(options.max_body_bytes));
   Received out;
   if (!co_await skip_blank_lines()) co_return out;
   stream_.expires_after(duration(options.header_seconds));
@@ -474,7 +474,7 @@ asio::awaitable<Connection::Received> Connection::receive() {
   request.host = target->authority.empty() ? std::string(message[http::field::host]) : target->authority;
   for (const auto& field : message) request.headers.emplace_back(lower(field.name_string()), field.value());
   request.body = std::move(message.body());
-  out.manner = {.version = static_cast<int>(message.version()),
+  out.manner = {.version = int(message.version()),
                 // Without chunks the end of a connection is what ends a stream.
                 .keep_alive = message.keep_alive() && message.version() >= 11,
                 .head_only = message.method() == http::verb::head};
@@ -534,7 +534,7 @@ asio::awaitable<void> Connection::refuse(HttpReply refusal) {
   for (int64_t left = 1 << 20; left > 0;) {
     const auto [error, n] = co_await stream_.async_read_some(asio::buffer(waste), kTuple);
     if (error) break;
-    left -= static_cast<int64_t>(n);
+    left -= int64_t(n);
   }
 }
 

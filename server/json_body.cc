@@ -43,7 +43,7 @@ class Builder {
     } else {
       const auto [at, is_new] = names_.back().try_emplace(name, members.size());
       if (is_new) members.emplace_back(name, nullptr);
-      member_ = &(members.begin() + static_cast<std::ptrdiff_t>(at->second))->second;
+      member_ = &(members.begin() + std::ptrdiff_t(at->second))->second;
     }
     return true;
   }

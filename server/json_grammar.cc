@@ -150,12 +150,12 @@ class JsonGrammar {
   std::optional<std::string> array(const Form& form, std::vector<size_t>& needed) {
     const ArrayLimits limits = schema_.arrays(form.all);
     if (schema_.error()) return std::nullopt;
-    const auto n_prefix = static_cast<int64_t>(limits.prefix.size());
+    const auto n_prefix = int64_t(limits.prefix.size());
     // What the schema leaves open is written as it reads: a prefix whole, and nothing behind it.
     const int64_t open_end = limits.rest_given || n_prefix == 0 ? kNoEnd : n_prefix;
     int64_t most = limits.most.value_or(std::max(open_end, limits.least.value_or(0)));
     for (int64_t i = 0; i < std::min(n_prefix, most); ++i)
-      if (!possible(limits.prefix[static_cast<size_t>(i)])) most = i;
+      if (!possible(limits.prefix[size_t(i)])) most = i;
     if (most > n_prefix && !possible(limits.rest)) most = n_prefix;
     const int64_t least = limits.least.value_or(std::min(n_prefix, most));
     if (schema_.error() || least > most) return std::nullopt;
@@ -172,7 +172,7 @@ class JsonGrammar {
       if (n_prefix == 0) rest = optional(item + " " + rest, least == 0);
     }
     for (int64_t i = std::min(n_prefix, most) - 1; i >= 0; --i) {
-      const std::string item = value(limits.prefix[static_cast<size_t>(i)], i < least ? &needed : nullptr);
+      const std::string item = value(limits.prefix[size_t(i)], i < least ? &needed : nullptr);
       rest = add(optional((i > 0 ? "ws \",\" ws " : "") + item + " " + rest, i >= least));
     }
     return add("\"[\" ws " + rest + " ws \"]\"");

@@ -110,7 +110,7 @@ std::optional<Place> Schema::target(const OrderedJson& ref, const std::string& p
   }
   try {
     std::string where = path_ + cut(name.substr(1));
-    std::replace(where.begin() + static_cast<std::ptrdiff_t>(path_.size()), where.end(), '/', '.');
+    std::replace(where.begin() + std::ptrdiff_t(path_.size()), where.end(), '/', '.');
     return refs_.emplace(name, Place{&root_.at(OrderedJson::json_pointer(name.substr(1))), std::move(where)})
         .first->second;
   } catch (const OrderedJson::exception&) {
@@ -155,7 +155,7 @@ int Schema::height(const Place& place, int depth) {
 std::optional<std::vector<Schema::Choice>> Schema::expand(Conjunction& all, size_t from) {
   std::unordered_set<const OrderedJson*> seen;
   for (size_t i = 0; i < from; ++i) seen.insert(all[i].schema);
-  Conjunction pending(std::make_move_iterator(all.begin() + static_cast<std::ptrdiff_t>(from)),
+  Conjunction pending(std::make_move_iterator(all.begin() + std::ptrdiff_t(from)),
                       std::make_move_iterator(all.end()));
   all.resize(from);
   for (size_t i = 0; i < pending.size(); ++i) {  // it grows meanwhile
@@ -424,7 +424,7 @@ ArrayLimits Schema::arrays(const Conjunction& all) {
     if (const auto least = count(place, "minItems")) out.least = std::max(out.least.value_or(0), *least);
     if (const auto most = count(place, "maxItems")) out.most = std::min(out.most.value_or(*most), *most);
     if (const auto prefix = place.schema->find("prefixItems"); prefix != place.schema->end()) {
-      if (!prefix->is_array() || prefix->empty() || prefix->size() > static_cast<size_t>(kMaxCount)) {
+      if (!prefix->is_array() || prefix->empty() || prefix->size() > size_t(kMaxCount)) {
         refuse(place.path + ".prefixItems",
                "a list of up to " + std::to_string(kMaxCount) + " schemas is expected");
         return {};

@@ -62,7 +62,7 @@ bool Schema::allows(const Form& form, const OrderedJson& value, bool formats) {
 bool Schema::allows_string(const Form& form, const std::string& value, bool formats) {
   const StringLimits limits = strings(form.all);
   if (!spend(value.size())) return false;
-  const auto size = static_cast<int64_t>(characters(value).size());
+  const auto size = int64_t(characters(value).size());
   if (size < limits.least || (limits.most && size > *limits.most)) return false;
   const auto fits = [&](const Automaton* automaton) { return automaton->accepts(value); };
   return std::all_of(limits.patterns.begin(), limits.patterns.end(), fits) &&
@@ -71,7 +71,7 @@ bool Schema::allows_string(const Form& form, const std::string& value, bool form
 
 bool Schema::allows_array(const Form& form, const OrderedJson& value, bool formats) {
   const ArrayLimits limits = arrays(form.all);
-  const auto size = static_cast<int64_t>(value.size());
+  const auto size = int64_t(value.size());
   if (size < limits.least.value_or(0) || (limits.most && size > *limits.most)) return false;
   for (size_t i = 0; i < value.size(); ++i)
     if (!allows(i < limits.prefix.size() ? limits.prefix[i] : limits.rest, value[i], formats)) return false;

@@ -49,17 +49,17 @@ class Writer {
     sample(value);
   }
   void one(const char* name, const char* type, const char* help, int64_t value) {
-    one(name, type, help, static_cast<double>(value));
+    one(name, type, help, double(value));
   }
   void histogram(const char* name, const char* help, const engine::Histogram& h) {
     family(name, "histogram", help);
     int64_t count = 0;
     for (size_t i = 0; i < h.counts.size(); ++i) {
       count += h.counts[i];
-      sample(static_cast<double>(count), {{"le", i < h.bounds.size() ? number(h.bounds[i]) : "+Inf"}}, "_bucket");
+      sample(double(count), {{"le", i < h.bounds.size() ? number(h.bounds[i]) : "+Inf"}}, "_bucket");
     }
     sample(h.sum, {}, "_sum");
-    sample(static_cast<double>(count), {}, "_count");
+    sample(double(count), {}, "_count");
   }
   std::string take() { return std::move(text_); }
 
@@ -71,29 +71,28 @@ void write_figures(Writer& w, const MetricsInput& in) {
   const engine::SchedulerStats& s = in.scheduler;
   const Stats& cache = s.cache;
   w.family("prompt_tokens_total", "counter", "Prompt tokens by where their K and V came from.");
-  w.sample(static_cast<double>(s.prompt_tokens_computed), {{"source", "computed"}});
-  w.sample(static_cast<double>(s.prompt_tokens_cached), {{"source", "cached"}});
+  w.sample(double(s.prompt_tokens_computed), {{"source", "computed"}});
+  w.sample(double(s.prompt_tokens_cached), {{"source", "cached"}});
   int64_t queried = 0;
   for (const auto& [reason, tokens] : cache.hits_by_reason) queried += tokens;
   w.one("prefix_queries_tokens_total", "counter", "Prompt tokens that were looked up in the cache.", queried);
   w.one("prefix_hits_tokens_total", "counter", "Of them found.", cache.hit_tokens);
   w.family("prefix_tokens_total", "counter", "Tokens looked up, by result: hit, or why not reused.");
-  for (const auto& [reason, tokens] : cache.hits_by_reason)
-    w.sample(static_cast<double>(tokens), {{"reason", reason}});
+  for (const auto& [reason, tokens] : cache.hits_by_reason) w.sample(double(tokens), {{"reason", reason}});
   w.one("generated_tokens_total", "counter", "Tokens of answers.", s.generated_tokens);
 
   w.family("blocks", "gauge", "Blocks of the pool by state; the sum is all that have memory.");
-  w.sample(static_cast<double>(cache.blocks_free), {{"state", "free"}});
-  w.sample(static_cast<double>(cache.blocks_open), {{"state", "open"}});
-  w.sample(static_cast<double>(cache.blocks_full), {{"state", "full"}});
-  w.sample(static_cast<double>(cache.blocks_shared), {{"state", "shared"}});
-  w.sample(static_cast<double>(cache.blocks_cached), {{"state", "cached"}});
+  w.sample(double(cache.blocks_free), {{"state", "free"}});
+  w.sample(double(cache.blocks_open), {{"state", "open"}});
+  w.sample(double(cache.blocks_full), {{"state", "full"}});
+  w.sample(double(cache.blocks_shared), {{"state", "shared"}});
+  w.sample(double(cache.blocks_cached), {{"state", "cached"}});
   w.one("block_utilization", "gauge", "Share of the blocks that sequences hold, 0 to 1.", cache.block_utilization);
   w.family("cache_bytes", "gauge", "Memory of K and V: address space, writable, in RAM, held by sequences.");
-  w.sample(static_cast<double>(cache.bytes_reserved), {{"kind", "reserved"}});
-  w.sample(static_cast<double>(cache.bytes_committed), {{"kind", "committed"}});
-  w.sample(static_cast<double>(cache.bytes_resident), {{"kind", "resident"}});
-  w.sample(static_cast<double>(cache.bytes_in_use), {{"kind", "in_use"}});
+  w.sample(double(cache.bytes_reserved), {{"kind", "reserved"}});
+  w.sample(double(cache.bytes_committed), {{"kind", "committed"}});
+  w.sample(double(cache.bytes_resident), {{"kind", "resident"}});
+  w.sample(double(cache.bytes_in_use), {{"kind", "in_use"}});
   w.one("evictions_total", "counter", "Cached blocks that made room for others.", cache.evictions);
   w.one("block_copies_total", "counter", "Blocks copied before a write (copy on write, partial hits).",
         cache.copies);
@@ -108,10 +107,10 @@ void write_figures(Writer& w, const MetricsInput& in) {
   w.one("requests_total", "counter", "Requests accepted.", s.requests);
   w.one("requests_refused_total", "counter", "Requests refused because the queue was full.", s.refused);
   w.family("requests_finished_total", "counter", "Requests that ended, and how.");
-  w.sample(static_cast<double>(s.finished_stop), {{"reason", "stop"}});
-  w.sample(static_cast<double>(s.finished_length), {{"reason", "length"}});
-  w.sample(static_cast<double>(s.cancelled), {{"reason", "cancelled"}});
-  w.sample(static_cast<double>(s.failed), {{"reason", "failed"}});
+  w.sample(double(s.finished_stop), {{"reason", "stop"}});
+  w.sample(double(s.finished_length), {{"reason", "length"}});
+  w.sample(double(s.cancelled), {{"reason", "cancelled"}});
+  w.sample(double(s.failed), {{"reason", "failed"}});
   w.one("steps_total", "counter", "Steps of the model.", s.steps);
   w.one("busy_seconds_total", "counter", "Time of the engine's loop while there was work.", s.busy_seconds);
   w.one("model_seconds_total", "counter", "Of it inside the model.", s.model_seconds);
@@ -142,7 +141,7 @@ std::string metrics_text(const MetricsInput& in) {
   w.one("log_lines_lost_total", "counter", "Lines of the log that stderr did not take.", in.lost_log_lines);
   if (!in.replies.empty()) w.family("http_replies_total", "counter", "Replies by path and status.");
   for (const auto& [key, count] : in.replies)
-    w.sample(static_cast<double>(count), {{"path", key.first}, {"code", std::to_string(key.second)}});
+    w.sample(double(count), {{"path", key.first}, {"code", std::to_string(key.second)}});
   return w.take();
 }
 

@@ -68,7 +68,7 @@ class Parser {
  private:
   uint32_t peek(size_t ahead = 0) const { return at_ + ahead < text_.size() ? text_[at_ + ahead] : 0; }
   bool take(char c) {
-    if (at_ >= text_.size() || peek() != static_cast<uint32_t>(c)) return false;
+    if (at_ >= text_.size() || peek() != uint32_t(c)) return false;
     ++at_;
     return true;
   }
@@ -144,7 +144,7 @@ class Parser {
     const size_t begin = at_;
     int64_t value = 0;
     for (; peek() >= '0' && peek() <= '9'; ++at_)
-      value = std::min(value * 10 + (static_cast<int64_t>(peek()) - '0'), kMaxTimes + 1);
+      value = std::min(value * 10 + (int64_t(peek()) - '0'), kMaxTimes + 1);
     return at_ > begin ? std::optional(value) : std::nullopt;
   }
 
@@ -265,7 +265,7 @@ class Builder {
  public:
   uint32_t node() {
     nodes_.emplace_back();
-    return static_cast<uint32_t>(nodes_.size() - 1);
+    return uint32_t(nodes_.size() - 1);
   }
   void join(uint32_t from, uint32_t to) { nodes_[from].free.push_back(to); }
   void arc(uint32_t from, Range range, uint32_t to) { nodes_[from].arcs.push_back({range.low, range.high, to}); }
@@ -362,7 +362,7 @@ class Determiner {
     const bool ends = seen_[last_] == round_;
     if (seen_[all_] == round_) nodes = ends ? std::vector{all_, last_} : std::vector{all_};
     std::sort(nodes.begin(), nodes.end());
-    const auto [at, added] = known_.try_emplace(nodes, static_cast<uint32_t>(subsets_.size()));
+    const auto [at, added] = known_.try_emplace(nodes, uint32_t(subsets_.size()));
     if (added) {
       states_.push_back({.accepts = ends});
       subsets_.push_back(std::move(nodes));

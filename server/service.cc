@@ -259,9 +259,8 @@ void Service::health(const std::shared_ptr<Exchange>& exchange) {
   if (!error) {
     const double age = scheduler_->stats().seconds_in_step;
     if (age <= options_.stall_seconds) return reply(exchange, json_reply({{"status", "ok"}}));
-    error = ApiError{
-        .message = "one step has been running for " + std::to_string(static_cast<int64_t>(age)) + " seconds",
-        .code = "stalled"};
+    error = ApiError{.message = "one step has been running for " + std::to_string(int64_t(age)) + " seconds",
+                     .code = "stalled"};
   }
   OrderedJson json = {{"status", error->code}, {"reason", error->message}};
   if (error->code == "loading") json["progress"] = progress_.load();

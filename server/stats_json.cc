@@ -18,7 +18,7 @@ constexpr int64_t kMaxDrawnBlocks = 8192;  // of the pool's map on the page
 std::optional<int64_t> heap_live_bytes() {
 #ifdef __GLIBC__
   const struct mallinfo2 info = mallinfo2();
-  return static_cast<int64_t>(info.uordblks + info.hblkhd);
+  return int64_t(info.uordblks + info.hblkhd);
 #else
   return std::nullopt;
 #endif
@@ -30,14 +30,14 @@ OrderedJson blocks_json(const BlockViews& views) {
   constexpr std::string_view kLetters = ".-ofsc";
   std::string states;
   std::array<int64_t, kLetters.size()> counts{};
-  for (const BlockView& b : views.blocks) ++counts[static_cast<size_t>(b.state)];
+  for (const BlockView& b : views.blocks) ++counts[size_t(b.state)];
   OrderedJson counted;
   for (size_t i = 0; i < kLetters.size(); ++i) counted[std::string(1, kLetters[i])] = counts[i];
   OrderedJson holders = OrderedJson::array(), ages = holders, sequences = holders, keys = holders;
   const auto n = std::min<int64_t>(std::ssize(views.blocks), kMaxDrawnBlocks);
   for (int64_t i = 0; i < n; ++i) {
-    const BlockView& b = views.blocks[static_cast<size_t>(i)];
-    states += kLetters[static_cast<size_t>(b.state)];
+    const BlockView& b = views.blocks[size_t(i)];
+    states += kLetters[size_t(b.state)];
     holders.push_back(b.holders);
     ages.push_back(views.step - b.last_step);
     sequences.push_back(b.sequence);

@@ -18,6 +18,7 @@ struct MemoryBudget {
   int64_t committed = 0;
 };
 
+// One thread, the one that changes the cache; addresses and tensors may be read by any.
 class Arena {
  public:
   // Reserves addresses for max_blocks; if the system refuses, for half as many and so on, but never fewer than

@@ -43,7 +43,7 @@ TEST(Admission, WhoWasPassedOftenStillRunsOnceItFits) {
 // One key a letter: a prompt is a word, and its blocks hold four tokens.
 std::vector<PrefixKey> keys_of(std::string_view word) {
   std::vector<PrefixKey> keys;
-  for (const char c : word) keys.push_back({.bytes = {static_cast<uint8_t>(c)}});
+  for (const char c : word) keys.push_back({.bytes = {uint8_t(c)}});
   return keys;
 }
 int64_t soon(std::string_view prompt, std::string_view other, int64_t computed) {

@@ -53,7 +53,7 @@ TEST(Batch, BesideAnAnswerAChunkIsAsLongAsTheTimeOfAStepAllows) {
   EXPECT_EQ(n_tokens(batcher.choose(pending)), 512) << "nothing is known yet";
   batcher.learn(std::vector<Share>{{0, 1}}, 0.02);            // an answer alone
   batcher.learn(std::vector<Share>{{0, 1}, {1, 100}}, 0.12);  // a millisecond for each token of a prompt
-  EXPECT_NEAR(static_cast<double>(batcher.choose(pending).at(1).n_tokens), 80, 1);
+  EXPECT_NEAR(double(batcher.choose(pending).at(1).n_tokens), 80, 1);
 }
 
 TEST(Batch, AChunkNeverShrinksBelowSixteen) {

@@ -30,11 +30,11 @@ inline std::optional<std::string> random_answer(const std::shared_ptr<const engi
     const std::vector<int32_t> fitting = state.fitting(kPieces);
     if (state.complete() && (fitting.empty() || answer.size() >= soft || random() % 4 == 0)) return answer;
     if (fitting.empty()) return std::nullopt;
-    auto take = static_cast<size_t>(fitting[random() % fitting.size()]);
+    auto take = size_t(fitting[random() % fitting.size()]);
     const bool close = random() % 8 < (answer.size() >= soft ? 6 : 1);
     for (const int32_t token : fitting) {
-      const std::string& piece = answer_characters()[static_cast<size_t>(token)];
-      if (close && (piece == "\"" || piece == "}" || piece == "]")) take = static_cast<size_t>(token);
+      const std::string& piece = answer_characters()[size_t(token)];
+      if (close && (piece == "\"" || piece == "}" || piece == "]")) take = size_t(token);
     }
     const std::string& piece = answer_characters()[take];
     if (!state.advance(piece)) return std::nullopt;

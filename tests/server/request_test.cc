@@ -64,7 +64,7 @@ TEST(Request, AHundredThousandDamagedBodiesAreReadOrRefused) {
           body.erase(at, random() % 8);
           break;
         case 2:
-          if (at < body.size()) body[at] = static_cast<char>(random());
+          if (at < body.size()) body[at] = char(random());
           break;
         case 3:
           body.replace(std::min(at, body.size()), random() % 12, pieces[random() % std::size(pieces)]);

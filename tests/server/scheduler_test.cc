@@ -16,8 +16,8 @@ class Collector : public RequestSink {
  public:
   void on_delta(Delta delta) override {
     const std::lock_guard lock(mutex_);
-    if (std::ssize(texts_) <= delta.choice) texts_.resize(static_cast<size_t>(delta.choice) + 1);
-    texts_[static_cast<size_t>(delta.choice)] += delta.text;
+    if (std::ssize(texts_) <= delta.choice) texts_.resize(size_t(delta.choice) + 1);
+    texts_[size_t(delta.choice)] += delta.text;
     if (delta.finish) finishes_.push_back(*delta.finish);
     scored_ += std::ssize(delta.tokens);
     changed_.notify_all();
@@ -130,7 +130,7 @@ TEST(Scheduler, AnswersOfABatchAreThoseOfEachAlone) {
   std::vector<std::shared_ptr<Collector>> sinks;
   for (int i = 0; i < 12; ++i) sinks.push_back(world.ask("prompt number " + std::to_string(i * i), 20 + i));
   for (int i = 0; i < 12; ++i)
-    EXPECT_EQ(sinks[static_cast<size_t>(i)]->text(), expected("prompt number " + std::to_string(i * i), 20 + i));
+    EXPECT_EQ(sinks[size_t(i)]->text(), expected("prompt number " + std::to_string(i * i), 20 + i));
   world.expect_no_block_is_held();
 }
 
@@ -226,8 +226,7 @@ TEST(Scheduler, ACommonPrefixOfRequestsAtOneMomentIsComputedOnce) {
   World world({.num_blocks = 256, .token_seconds = 0.0002}, {.max_num_seqs = 8});
   std::vector<std::shared_ptr<Collector>> sinks;
   for (int i = 0; i < 8; ++i) sinks.push_back(world.ask(common + std::to_string(i), 4));
-  for (int i = 0; i < 8; ++i)
-    EXPECT_EQ(sinks[static_cast<size_t>(i)]->text(), expected(common + std::to_string(i), 4));
+  for (int i = 0; i < 8; ++i) EXPECT_EQ(sinks[size_t(i)]->text(), expected(common + std::to_string(i), 4));
   const SchedulerStats s = world.idle();
   EXPECT_LE(s.prompt_tokens_computed, 160 + 8 * 16);
   EXPECT_GE(s.prompt_tokens_cached, 7 * 160);
@@ -514,8 +513,8 @@ TEST(Scheduler, RandomCancelsLeaveNothingBehind) {  // O-MET-03, -04, O-CONC-05 
   std::mt19937 random(11);
   std::vector<std::pair<RequestId, std::shared_ptr<Collector>>> open;
   for (int i = 0; i < 400; ++i) {
-    auto sink = world.ask(std::string(random() % 40 + 1, static_cast<char>('a' + random() % 3)),
-                          static_cast<int64_t>(random() % 40 + 1), static_cast<int64_t>(random() % 3 + 1));
+    auto sink = world.ask(std::string(random() % 40 + 1, char('a' + random() % 3)), int64_t(random() % 40 + 1),
+                          int64_t(random() % 3 + 1));
     open.emplace_back(world.last, sink);
     if (random() % 2 == 0) world.scheduler->cancel(open[random() % open.size()].first);
     if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));

@@ -42,7 +42,7 @@ class ScriptedText : public Text {
   }
   std::string piece(int32_t token) const override {
     if (token == kBigPiece) return std::string(65536, 'x');
-    return token < 256 ? std::string(1, static_cast<char>(token)) : "";
+    return token < 256 ? std::string(1, char(token)) : "";
   }
   int64_t longest_piece() const override { return 4; }  // that of one with longer tokens than its own
   bool is_end(int32_t token) const override { return token == kEndOfAnswer; }
@@ -65,7 +65,7 @@ class ScriptedText : public Text {
       Result<int32_t> sample(std::span<const float> logits) override {
         if (++n_drawn_ > 3 && grammar_ == "dead end") return invalid_argument("[grammar] no token goes on");
         if (n_drawn_ > 3 && grammar_ == "throws") throw std::runtime_error("scripted sampler");
-        return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+        return int32_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
       }
       void accept(int32_t) override {}
 
@@ -114,7 +114,7 @@ class ScriptedModel : public StepModel {
       requests.push_back({.sequence = input.sequence, .tokens = input.tokens});
       for (const int32_t token : input.tokens) {
         rows.resize(rows.size() + 16, 0.0f);
-        rows[rows.size() - 16] = static_cast<float>(token);
+        rows[rows.size() - 16] = float(token);
         ++n_tokens;
       }
     }
@@ -130,16 +130,16 @@ class ScriptedModel : public StepModel {
     StepOutput out;
     out.statuses = std::move(*statuses);
     logits_.assign(inputs.size() * kScriptedVocabulary, 0.0f);
-    double seconds = options_.step_seconds + options_.token_seconds * static_cast<double>(n_tokens);
+    double seconds = options_.step_seconds + options_.token_seconds * double(n_tokens);
     for (size_t i = 0; i < inputs.size(); ++i) {
-      out.first_row.push_back(static_cast<int64_t>(i));
+      out.first_row.push_back(int64_t(i));
       const auto dense = cache_->read_dense(inputs[i].sequence, 0);
       if (!dense.ok()) return dense.status();
       std::vector<int32_t> stored;
-      for (size_t at = 0; at < dense->k.size(); at += 16) stored.push_back(static_cast<int32_t>(dense->k[at]));
+      for (size_t at = 0; at < dense->k.size(); at += 16) stored.push_back(int32_t(dense->k[at]));
       if (std::string_view(prompt_of(stored)).find("stall:") != std::string::npos && !stalled_.exchange(true))
         seconds += options_.stall_seconds;
-      logits_[i * kScriptedVocabulary + static_cast<size_t>(next(stored))] = 10;
+      logits_[i * kScriptedVocabulary + size_t(next(stored))] = 10;
     }
     held_.wait(true);
     for (double left = seconds; left > 0 && !hurry; left -= 0.01)
@@ -152,7 +152,7 @@ class ScriptedModel : public StepModel {
   static int32_t next(const std::vector<int32_t>& tokens) {
     const std::string prompt = prompt_of(tokens);
     const auto mark = std::find(tokens.begin(), tokens.end(), kEndOfPrompt);
-    const auto n_said = static_cast<size_t>(mark == tokens.end() ? 0 : tokens.end() - mark - 1);
+    const auto n_said = size_t(mark == tokens.end() ? 0 : tokens.end() - mark - 1);
     const auto rest = [&](const char* word) -> std::optional<std::string> {
       const size_t at = prompt.rfind(word);
       if (at == std::string::npos) return std::nullopt;
@@ -166,15 +166,15 @@ class ScriptedModel : public StepModel {
     if (const auto text = rest("loop:"); text && !text->empty())
       return static_cast<unsigned char>((*text)[n_said % text->size()]);
     uint64_t hash = 1469598103934665603u;
-    for (const int32_t token : tokens) hash = (hash ^ static_cast<uint64_t>(token)) * 1099511628211u;
-    return 'a' + static_cast<int32_t>((hash >> 33) % 26);
+    for (const int32_t token : tokens) hash = (hash ^ uint64_t(token)) * 1099511628211u;
+    return 'a' + int32_t((hash >> 33) % 26);
   }
   // The answer to a prompt without directives, alone.
   static std::string answer(std::vector<int32_t> prompt, int64_t n) {
     std::string text;
     for (; n > 0; --n) {
       prompt.push_back(next(prompt));
-      text += static_cast<char>(prompt.back());
+      text += char(prompt.back());
     }
     return text;
   }
@@ -196,7 +196,7 @@ class ScriptedModel : public StepModel {
     std::string text;
     for (const int32_t token : tokens) {
       if (token == kEndOfPrompt) break;
-      if (token < 256) text += static_cast<char>(token);
+      if (token < 256) text += char(token);
     }
     return text;
   }
