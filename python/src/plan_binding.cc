@@ -30,16 +30,6 @@ std::vector<PairIn> pairs_of(nb::handle requests, const char* what) {
   return out;
 }
 
-// A window's pool is made for so many sequences and so long chunks: more blocks of the others are of no use to it.
-Status with_what_helps(const Status& status, const CacheOptions& options) {
-  const bool windowed = std::any_of(options.groups.begin(), options.groups.end(),
-                                    [](const GroupSpec& group) { return group.sliding_window > 0; });
-  if (status.code() != Code::kCapacity || options.dynamic || !windowed) return status;
-  return Status(status.code(), status.message() + "; the pool of a sliding window is made for max_sequences=" +
-                                   std::to_string(options.max_sequences) + ", forks included, and longest_chunk=" +
-                                   std::to_string(options.longest_chunk.n) + ": raise them, or pass dynamic=True");
-}
-
 // What a layer's slots held before would become the sequences' own. Requires: the lock.
 Status check_written(const PyPlan& plan) {
   for (size_t layer = 0; layer < plan.written.size(); ++layer)
@@ -229,9 +219,7 @@ PyPlan reserve(const CachePtr& self, nb::handle requests) {
     }
     asked.push_back(request);
   }
-  auto plan = locked(*self, [&] { return self->cache->reserve(asked); });
-  if (!plan.ok()) raise(with_what_helps(plan.status(), self->cache->options()));
-  return {self, std::move(plan).value(), false};
+  return {self, check(locked(*self, [&] { return self->cache->reserve(asked); })), false};
 }
 
 PyPlan plan_read(const CachePtr& self, nb::handle requests) {

@@ -122,7 +122,13 @@ int64_t budget_limit(const CacheOptions& options, const std::vector<GroupDraft>&
   return std::max(options.kv_memory.n, floors);
 }
 
-std::string pool_limit(const CacheOptions& options, int64_t max_blocks) {
+// Names what makes room: a window's pool is made for so many sequences and so long chunks, num_blocks is of no use
+// to it.
+std::string pool_limit(const CacheOptions& options, const GroupSpec& group, int64_t max_blocks) {
+  if (!options.dynamic && group.sliding_window > 0)
+    return str("the pool of a sliding window is made for max_sequences ", options.max_sequences,
+               ", forks included, and longest_chunk ", options.longest_chunk.n,
+               ": raise them; or let it grow: dynamic growth is off");
   if (!options.dynamic) return str("num_blocks is ", options.num_blocks.n, " and dynamic growth is off");
   return str("kv_memory ", bytes_text(options.kv_memory.n), " is room for ", max_blocks, " blocks");
 }
@@ -187,7 +193,7 @@ Status Cache::Impl::open_core() {
                                .extent_blocks = image.extent_blocks,
                                .image_bytes = image.image_bytes,
                                .extent_bytes = image.extent_bytes,
-                               .limit = pool_limit(options, arenas[g]->max_blocks())},
+                               .limit = pool_limit(options, options.groups[g], arenas[g]->max_blocks())},
                       .sliding_window = options.groups[g].sliding_window,
                       .source = sources[g].get()});
   }

@@ -245,6 +245,27 @@ TEST(Memory, WithDynamicOffAFullPoolIsACapacityErrorWithNeedAndHave) {
   EXPECT_EQ(d.cache->capacity(), Tokens(128));
 }
 
+TEST(Memory, AFullWindowNamesWhatMakesRoomForItsForks) {
+  auto made = Cache::create({.groups = {{.shape = {1, 64, 64, {}}, .sliding_window = 64, .layers = {0}}},
+                             .dynamic = false,
+                             .longest_chunk = Tokens(64),
+                             .prefix_sharing = false});
+  ASSERT_TRUE(made.ok());
+  Cache& cache = **made;
+  const auto append = [&](SequenceId id, int64_t n) -> Status {
+    const StepRequest request{.sequence = id, .n_tokens = Tokens(n)};
+    auto plan = cache.reserve({&request, 1});
+    return plan.ok() ? cache.commit(std::move(*plan)).status() : plan.status();
+  };
+  const SequenceId first = cache.start({})->id;
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(append(first, 64).ok());
+  Status status;
+  for (int i = 0; i < 200 && status.ok(); ++i) status = append(cache.fork(first).value(), 1);
+  EXPECT_EQ(status.code(), Code::kCapacity);
+  EXPECT_NE(status.message().find("max_sequences 1, forks included, and longest_chunk 64"), std::string::npos)
+      << status.message();
+}
+
 TEST(Memory, WithDynamicOnKvMemoryIsTheLimitAndIsNamed) {
   Desk d({.heads_q = 8,
           .heads_kv = 8,

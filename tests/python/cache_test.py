@@ -429,7 +429,7 @@ def test_a_full_window_names_what_makes_room():
     for _ in range(3):
         with cache.reserve([(first, 64)]) as plan:
             pagedkv.append(plan, 0, rows, rows)
-    with pytest.raises(pagedkv.CapacityError, match="max_sequences=1, forks included, and longest_chunk=64: raise them"):
+    with pytest.raises(pagedkv.CapacityError, match="max_sequences 1, forks included, and longest_chunk 64: raise them"):
         for _ in range(200):
             with cache.reserve([(cache.fork(first), 1)]) as plan:
                 pagedkv.append(plan, 0, rows[:1], rows[:1])

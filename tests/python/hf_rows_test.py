@@ -105,7 +105,7 @@ def test_without_growth_a_window_says_what_makes_room(mistral):
     cache = paged(mistral, dynamic=False)
     forward(mistral, tokens(1, 3 * WINDOW), cache)
     cache.batch_repeat_interleave(300)
-    with pytest.raises(pagedkv.CapacityError, match="max_sequences=1, forks included, and longest_chunk=512: raise"):
+    with pytest.raises(pagedkv.CapacityError, match="max_sequences 1, forks included, and longest_chunk 512: raise"):
         for i in range(40):
             forward(mistral, tokens(300, 1, seed=i), cache)
 
