@@ -561,12 +561,6 @@ asio::awaitable<void> Connection::serve() {
 
 }  // namespace
 
-std::string_view HttpRequest::header(std::string_view lower_case_name) const {
-  for (const auto& [name, value] : headers)
-    if (name == lower_case_name) return value;
-  return {};
-}
-
 Result<std::unique_ptr<HttpServer>> HttpServer::bind(const HttpOptions& options, Handler handler,
                                                      RefusalHook on_refusal) {
   auto server = std::make_unique<ServerImpl>(options, std::move(handler), std::move(on_refusal));

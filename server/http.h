@@ -35,8 +35,12 @@ struct HttpRequest {
   std::vector<std::pair<std::string, std::string>> query;  // name, value
   std::string host;  // "host:port" by which the client calls the server; empty: HTTP/1.0 without one
   std::string body;
-  std::vector<std::pair<std::string, std::string>> headers;         // names in lower case
-  std::string_view header(std::string_view lower_case_name) const;  // "" when there is none
+  std::vector<std::pair<std::string, std::string>> headers;          // names in lower case
+  std::string_view header(std::string_view lower_case_name) const {  // "" when there is none
+    for (const auto& [name, value] : headers)
+      if (name == lower_case_name) return value;
+    return {};
+  }
 };
 
 struct HttpReply {

@@ -159,6 +159,7 @@ void read(const Argument& argument, PySequence& into) {
   if (!nb::try_cast(nb::borrow(argument.value), into)) refuse_type(argument, "what start and fork return");
 }
 
+// A list, as long as what it binds. NOLINTNEXTLINE(readability-function-size)
 void bind_cache(nb::module_& m) {
   m.def("check_cache_options", &check_cache_options, nb::arg("options"));
   nb::class_<GroupSpec>(m, "Group", "Layers that share block shape, format and window.")

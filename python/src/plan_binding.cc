@@ -322,6 +322,7 @@ void read(const Argument& argument, Window& into) {
                            ", allowed are 1 and more, -1 or None for none"));
 }
 
+// A list, as long as what it binds. NOLINTNEXTLINE(readability-function-size)
 void bind_plans(nb::module_& m) {
   nb::class_<PyPlan>(
       m, "StepPlan",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what the fuzzers start from:  make_seeds.py DIRECTORY  ->  DIRECTORY/{gguf,formats,image,sampling,schema}/*"""
+"""Writes what the fuzzers start from:  make_seeds.py DIRECTORY  ->  DIRECTORY/{gguf,formats,image,sampling,schema,body,header}/*"""
 import random
 import struct
 import sys
@@ -74,6 +74,28 @@ def schema_seeds():
     return [schema.encode() + b"\1" for schema in schemas]
 
 
+def body_seeds():
+    # The last byte: bit 0 chat, bit 1 the vocabulary.
+    chats = ['{"messages":[{"role":"system","content":"a"},{"role":"user","content":[{"type":"text","text":"hello"}]}],'
+             '"max_tokens":3,"stop":["x"],"stream":true,"stream_options":{"include_usage":true},"model":"m"}',
+             '{"messages":[{"role":"user","content":"a"}],"logit_bias":{"5":-1},"n":2,"seed":7,"temperature":0.5,'
+             '"top_p":0.9,"logprobs":true,"top_logprobs":2,"response_format":{"type":"json_schema","json_schema":'
+             '{"name":"s","schema":{"type":"object","properties":{"a":{"type":"integer"}}}}}}',
+             '{"messages":[{"role":"assistant","content":null,"refusal":"no"},{"role":"user","content":""}],"user":"u"}']
+    completions = ['{"prompt":"hello","max_tokens":1,"logprobs":1,"echo":false}', '{"prompt":[[1,2],[3]],"n":1}',
+                   '{"prompt":["a","b"],"grammar":"root ::= [a-z]","presence_penalty":1}', '{"prompt":[1,2,3]}']
+    for bodies, chat in ((chats, 1), (completions, 0)):
+        for body in bodies:
+            yield body.encode() + bytes([chat])
+            yield body.encode() + bytes([chat | 2])
+
+
+def header_seeds():
+    return [b"/v1/models/org%2Fplain?x=1&blocks=1\n127.0.0.1:8080\nBearer secret\nhttp://127.0.0.1:8080",
+            b"http://localhost/v1/chat/completions\nevil.example\nbearer secret\n", b"*\n[::1]:80\nBasic x\nnull",
+            b"/\nllm.example.:8080\nBearer  secret\nhttps://llm.example"]
+
+
 def image_seeds():
     rng = random.Random(1)
     return [rng.randbytes(n) for n in (16, 64, 256, 1024, 4096) for _ in range(6)]
@@ -81,7 +103,8 @@ def image_seeds():
 
 def main(directory):
     for name, seeds in (("gguf", gguf_seeds()), ("formats", format_seeds()), ("image", image_seeds()),
-                        ("sampling", sampling_seeds()), ("schema", schema_seeds())):
+                        ("sampling", sampling_seeds()), ("schema", schema_seeds()),
+                        ("body", body_seeds()), ("header", header_seeds())):
         folder = Path(directory) / name
         folder.mkdir(parents=True, exist_ok=True)
         for i, seed in enumerate(seeds):
