@@ -254,6 +254,82 @@ void add_sampling_options(CLI::App& command, engine::SamplingOptions& sampling) 
 
 void set_help_style(CLI::App& command) { command.get_formatter()->column_width(kHelpColumn); }
 
+/** A number of seconds from `low` to `high`. */
+Take seconds(double low, double high, double& target) {
+  return [low, high, &target](const std::string& word) {
+    const auto value = read_number(word);
+    if (!value.ok()) return value.status();
+    if (!(*value >= low && *value <= high))
+      return invalid_argument(fmt::format("\"{}\" is not from {} to {}", word, low, high));
+    target = *value;
+    return Status();
+  };
+}
+
+void add_scheduler_options(CLI::App& command, engine::SchedulerOptions& scheduler) {
+  add(command, "--max-num-seqs", "N",
+      "sequences that run at once, 1 to 4096, default 32. Larger: more tokens a second in all, each answer slower",
+      whole(1, 4096, [&scheduler](int64_t n) { scheduler.max_num_seqs = n; }));
+  add(command, "--max-num-batched-tokens", "N",
+      "most tokens of a step, 1 to 65536, default 512, and at least --max-num-seqs. Larger: prompts are faster, "
+      "steps longer",
+      whole(1, 65536, [&scheduler](int64_t n) { scheduler.max_num_batched_tokens = Tokens(n); }));
+  add(command, "--max-queue", "N",
+      "sequences that wait beyond those that run, default 128; the next request is refused with 429. Larger: fewer "
+      "refusals, longer waits",
+      whole(0, 1000000, [&scheduler](int64_t n) { scheduler.max_queue = n; }));
+  add(command, "--max-step", "SECONDS",
+      "while answers are generated, prompts are computed in chunks that keep a step about as short as this, 0 to "
+      "3600, default 0.2; 0: no bound. Larger: prompts are faster, answers stutter more",
+      seconds(0, 3600, scheduler.max_step_seconds));
+}
+
+/** Who may call, from where. */
+void add_access_options(CLI::App& command, ServeOptions& options) {
+  add(command, "--api-key-file", "FILE", "keys that clients must show, one a line. Default: none is asked for",
+      text(options.api_key_file));
+  add(command, "--api-key", "KEY",
+      "one key that clients must show. Default: PAGEDKV_API_KEY, where other users of the machine do not see it",
+      text(options.api_key))
+      ->envname("PAGEDKV_API_KEY");
+  add(command, "--cors-origin", "ORIGIN",
+      "pages of this origin may call the server, such as https://example.org; *: any. Default: its own page only",
+      [&options](const std::string& word) {
+        if (word.empty() || word.find_first_of("\r\n ") != std::string::npos)
+          return invalid_argument(fmt::format("\"{}\" is no origin", word));
+        options.server.cors_origin = word;
+        return Status();
+      });
+  add(command, "--allowed-host", "NAME",
+      "a further name by which clients may call the server, such as box.example.org; may be repeated; *: any. "
+      "Default: localhost, addresses of this machine, --host",
+      [&options](const std::string& word) {
+        if (word.empty() || word.find_first_of("\r\n /") != std::string::npos)
+          return invalid_argument(fmt::format("\"{}\" is no host's name", word));
+        options.server.allowed_hosts.push_back(word);
+        return Status();
+      });
+}
+
+/** What connections and bodies may take, and how long things may last. */
+void add_limit_options(CLI::App& command, server::ServerOptions& options) {
+  add(command, "--max-connections", "N", "connections that may be open, 1 to 1000000, default 4096; more get 503",
+      whole(1, 1000000, [&options](int64_t n) { options.http.max_connections = n; }));
+  add(command, "--max-body", "SIZE",
+      "longest body of a request, as plain bytes or with KiB, MiB or GiB, default 8 MiB; longer ones get 413",
+      [&options](const std::string& word) {
+        const auto bytes = read_bytes(word);
+        if (bytes.ok()) options.http.max_body_bytes = bytes->n;
+        return bytes.status();
+      });
+  add(command, "--stop-timeout", "SECONDS",
+      "requests in progress get so long to finish after SIGTERM or Ctrl-C, 0 to 3600, default 5",
+      seconds(0, 3600, options.stop_seconds));
+  add(command, "--stall-timeout", "SECONDS",
+      "a step that takes longer makes /health answer 503, 1 to 86400, default 60",
+      seconds(1, 86400, options.stall_seconds));
+}
+
 }  // namespace
 
 void add_run_options(CLI::App& command, RunOptions& options) {
@@ -310,17 +386,6 @@ void add_serve_options(CLI::App& command, ServeOptions& options) {
   set_help_style(command);
   add_engine_options(command, options.engine);
   server::HttpOptions& http = options.server.http;
-  engine::SchedulerOptions& scheduler = options.server.scheduler;
-  const auto seconds = [](double low, double high, double& target) -> Take {
-    return [low, high, &target](const std::string& word) {
-      const auto value = read_number(word);
-      if (!value.ok()) return value.status();
-      if (!(*value >= low && *value <= high))
-        return invalid_argument(fmt::format("\"{}\" is not from {} to {}", word, low, high));
-      target = *value;
-      return Status();
-    };
-  };
   add(command, "-c,--context", "N",
       "tokens of the longest sequence, prompt and answer together. Default: the context the model was trained for, "
       "or what memory holds. Larger: longer conversations, more memory when they get long",
@@ -342,63 +407,13 @@ void add_serve_options(CLI::App& command, ServeOptions& options) {
         return Status();
       })
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  add(command, "--max-num-seqs", "N",
-      "sequences that run at once, 1 to 4096, default 32. Larger: more tokens a second in all, each answer slower",
-      whole(1, 4096, [&scheduler](int64_t n) { scheduler.max_num_seqs = n; }));
-  add(command, "--max-num-batched-tokens", "N",
-      "most tokens of a step, 1 to 65536, default 512, and at least --max-num-seqs. Larger: prompts are faster, "
-      "steps longer",
-      whole(1, 65536, [&scheduler](int64_t n) { scheduler.max_num_batched_tokens = Tokens(n); }));
-  add(command, "--max-queue", "N",
-      "sequences that wait beyond those that run, default 128; the next request is refused with 429. Larger: fewer "
-      "refusals, longer waits",
-      whole(0, 1000000, [&scheduler](int64_t n) { scheduler.max_queue = n; }));
-  add(command, "--max-step", "SECONDS",
-      "while answers are generated, prompts are computed in chunks that keep a step about as short as this, 0 to "
-      "3600, default 0.2; 0: no bound. Larger: prompts are faster, answers stutter more",
-      seconds(0, 3600, scheduler.max_step_seconds));
+  add_scheduler_options(command, options.server.scheduler);
   add(command, "-n,--max-tokens", "N",
       "most tokens of an answer when the request does not say. Default: until the model ends it or the context is "
       "full",
       whole(1, kMaxPosition, [&options](int64_t n) { options.server.max_tokens = Tokens(n); }));
-  add(command, "--api-key-file", "FILE", "keys that clients must show, one a line. Default: none is asked for",
-      text(options.api_key_file));
-  add(command, "--api-key", "KEY",
-      "one key that clients must show. Default: PAGEDKV_API_KEY, where other users of the machine do not see it",
-      text(options.api_key))
-      ->envname("PAGEDKV_API_KEY");
-  add(command, "--cors-origin", "ORIGIN",
-      "pages of this origin may call the server, such as https://example.org; *: any. Default: its own page only",
-      [&options](const std::string& word) {
-        if (word.empty() || word.find_first_of("\r\n ") != std::string::npos)
-          return invalid_argument(fmt::format("\"{}\" is no origin", word));
-        options.server.cors_origin = word;
-        return Status();
-      });
-  add(command, "--allowed-host", "NAME",
-      "a further name by which clients may call the server, such as box.example.org; may be repeated; *: any. "
-      "Default: localhost, addresses of this machine, --host",
-      [&options](const std::string& word) {
-        if (word.empty() || word.find_first_of("\r\n /") != std::string::npos)
-          return invalid_argument(fmt::format("\"{}\" is no host's name", word));
-        options.server.allowed_hosts.push_back(word);
-        return Status();
-      });
-  add(command, "--max-connections", "N", "connections that may be open, 1 to 1000000, default 4096; more get 503",
-      whole(1, 1000000, [&http](int64_t n) { http.max_connections = n; }));
-  add(command, "--max-body", "SIZE",
-      "longest body of a request, as plain bytes or with KiB, MiB or GiB, default 8 MiB; longer ones get 413",
-      [&http](const std::string& word) {
-        const auto bytes = read_bytes(word);
-        if (bytes.ok()) http.max_body_bytes = bytes->n;
-        return bytes.status();
-      });
-  add(command, "--stop-timeout", "SECONDS",
-      "requests in progress get so long to finish after SIGTERM or Ctrl-C, 0 to 3600, default 5",
-      seconds(0, 3600, options.server.stop_seconds));
-  add(command, "--stall-timeout", "SECONDS",
-      "a step that takes longer makes /health answer 503, 1 to 86400, default 60",
-      seconds(1, 86400, options.server.stall_seconds));
+  add_access_options(command, options);
+  add_limit_options(command, options.server);
   add(command, "--log-format", "FORMAT", "text (default) or json: a line a request on stderr",
       [&options](const std::string& word) {
         if (word != "text" && word != "json")
