@@ -1,18 +1,55 @@
 #include "cli/line_reader.h"
 
 #include <histedit.h>
+#include <poll.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <clocale>
 #include <cstdio>
 #include <cstdlib>
+#include <cwchar>
 
 #include "cli/console.h"
+#include "cli/interrupt.h"
 
 namespace pagedkv::cli {
 namespace {
 
 constexpr int kHistoryLines = 1000;
+
+// Whether a byte of stdin came before Ctrl-C, which leaves EINTR in errno. libedit's own waiting misses a Ctrl-C that
+// comes while it draws.
+bool wait_for_byte() {
+  pollfd events[] = {{.fd = STDIN_FILENO, .events = POLLIN, .revents = 0},
+                     {.fd = interrupt_event(), .events = POLLIN, .revents = 0}};
+  while (poll(events, 2, -1) < 0 || events[1].revents != 0) {
+    uint64_t count = 0;
+    [[maybe_unused]] const ssize_t emptied = ::read(interrupt_event(), &count, sizeof count);
+    if (interrupted != 0) {
+      interrupted = 0;
+      errno = EINTR;
+      return false;
+    }
+    // The event of a Ctrl-C that has already been obeyed.
+  }
+  return true;
+}
+
+// One character of stdin, for libedit: 1, 0 at the end, -1 with errno. Bytes that are no text are passed over.
+int read_character(EditLine* /*edit*/, wchar_t* character) {
+  std::mbstate_t state{};
+  for (;;) {
+    char byte = 0;
+    if (!wait_for_byte()) return -1;
+    const ssize_t n = ::read(STDIN_FILENO, &byte, 1);
+    if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    if (n <= 0) return int(n);
+    const size_t used = std::mbrtowc(character, &byte, 1, &state);
+    if (used == size_t(-1)) state = {};
+    if (used <= 1) return 1;
+  }
+}
 
 }  // namespace
 
@@ -38,6 +75,7 @@ struct LineReader::Terminal {
           return static_cast<Terminal*>(self)->prompt.data();
         });
     el_set(edit, EL_EDITOR, "emacs");
+    el_set(edit, EL_GETCFN, read_character);
     el_set(edit, EL_HIST, ::history, history);
     el_set(edit, EL_BIND, "^R", "em-inc-search-prev", nullptr);
     el_source(edit, nullptr);  // ~/.editrc

@@ -24,7 +24,7 @@ class LineReader {
   LineReader& operator=(const LineReader&) = delete;
 
   bool is_terminal() const { return terminal_ != nullptr; }
-  // The line without its newline. Requires, for kCancelled: a SIGINT handler without SA_RESTART.
+  // The line without its newline. Requires, for kCancelled: an Interrupt.
   End read(std::string& line);
 
  private:

@@ -68,6 +68,8 @@ std::optional<HttpReply> check_head(const http::request<http::string_body>& head
   const auto hosts = head.count(http::field::host);
   if (hosts > 1 || (hosts == 0 && head.version() >= 11))
     return refusal(400, "a request has one header Host; this one has " + std::to_string(hosts));
+  if (hosts == 1 && head.version() >= 11 && head[http::field::host].empty())
+    return refusal(400, "the header Host is empty");
   const bool plain =
       !head.count(http::field::content_encoding) || beast::iequals(head[http::field::content_encoding], "identity");
   const bool known = !head.count(http::field::transfer_encoding) ||

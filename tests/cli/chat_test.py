@@ -91,11 +91,11 @@ class Chat(CliTest):
         child.stdout.read(4)  # the answer has begun
         child.send_signal(signal.SIGINT)
         self.wait_for(child.stderr.fileno(), b"[cancelled]")
-        out, err = child.communicate(b"/drop\n", timeout=300)
+        out, err = child.communicate(b"/drop\n", timeout=600)
         self.assertEqual(child.returncode, 0, err)
         self.assertIn(b"0 left", err)
 
-    def wait_for(self, stream, word, seconds=120):
+    def wait_for(self, stream, word, seconds=600):
         """Reads until the word has come. Returns what came up to its end; the rest waits for the next call."""
         got, end = self.rest, time.monotonic() + seconds
         while word not in got:
@@ -131,7 +131,7 @@ class Chat(CliTest):
         self.wait_for(terminal, b"/help")
         child.send_signal(signal.SIGINT)  # the line is thrown away
         type_in(b"\x04")  # Ctrl-D on an empty line
-        self.assertEqual(child.wait(timeout=60), 0)
+        self.assertEqual(child.wait(timeout=600), 0)
 
 
 if __name__ == "__main__":

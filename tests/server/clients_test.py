@@ -106,20 +106,25 @@ class OfficialClient(unittest.TestCase):
             self.ask("x " * 20000)
         self.assertEqual(caught.exception.code, "context_length_exceeded")
 
+    def cancelled(self):
+        return self.server.idle()["scheduler"]["cancelled"]
+
     def test_a_timeout_of_the_client_cancels(self):
+        before = self.cancelled()
         with self.assertRaises(openai.APITimeoutError):
             client_of(self.server, timeout=0.3).chat.completions.create(
                 model=self.model, messages=user("Write a very long story.")["messages"], max_tokens=4000,
                 extra_body={"ignore_eos": True})
-        self.server.idle(10)
+        self.assertEqual(self.cancelled(), before + 1)
 
     def test_a_closed_stream_cancels(self):
+        before = self.cancelled()
         stream = self.ask("Write a very long story.", stream=True, max_tokens=4000, extra_body={"ignore_eos": True})
         for i, _ in enumerate(stream):
             if i == 3:
                 break
         stream.close()
-        self.server.idle(10)
+        self.assertEqual(self.cancelled(), before + 1)
 
     def test_completions(self):
         answer = self.client.completions.create(model=self.model, prompt="The capital of France is", max_tokens=4,

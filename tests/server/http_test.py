@@ -7,7 +7,7 @@ import threading
 import time
 import unittest
 
-from served import Served, events_of, stream_socket, user
+from served import Served, events_of, patient, stream_socket, user
 
 
 class Body(unittest.TestCase):
@@ -155,7 +155,7 @@ class Body(unittest.TestCase):
         self.refused({**user("x"), "stream": True, "n": 0}, "n")
         error = self.refused({**user("x"), "stream": True, "model": "nobody"}, "model", status=404)
         self.assertEqual(error["code"], "model_not_found")
-        self.assertLess(time.time() - started, 1)
+        self.assertLess(time.time() - started, patient(1))
 
     def test_unknown_paths_and_methods(self):
         status, answer = self.server.post("/v1/embeddings", {})
@@ -285,12 +285,12 @@ class Clients(unittest.TestCase):
                 sock.recv(4096)
             sock.close()
             started = time.time()
-            server.idle(2)
-            self.assertLess(time.time() - started, 1.5)
+            server.idle()
+            self.assertLess(time.time() - started, patient(1.5))
             sock = stream_socket(server, {**user("loop:abc"), "max_tokens": 2000, "stream": False})
             server.until(lambda s: s["scheduler"]["running"] == 1)
             sock.close()
-            server.idle(2)
+            server.idle()
             self.assertEqual(server.stats()["scheduler"]["cancelled"], 2)
 
     def test_choices_stop_with_their_client(self):  # O-CONC-04
@@ -299,7 +299,7 @@ class Clients(unittest.TestCase):
             sock.recv(4096)
             sock.recv(4096)
             sock.close()
-            server.idle(2)
+            self.assertGreater(server.idle()["scheduler"]["cancelled"], 0)
 
     def test_a_full_queue_is_429_at_once(self):  # O-CONC-06
         with Served(max_num_seqs=1, max_queue=4, step_ms=200) as server:
@@ -323,7 +323,7 @@ class Clients(unittest.TestCase):
                 self.assertEqual(status, 429)
                 self.assertIn("Retry-After", headers)
                 self.assertIn("max_queue", answer["error"]["message"])
-                self.assertLess(took, 0.5)
+                self.assertLess(took, patient(0.5))
 
     def test_a_reader_that_never_reads_costs_little_and_hurts_nobody(self):  # O-CONC-08
         with Served(context=100000, num_blocks=8192, step_ms=1) as server:
@@ -332,9 +332,9 @@ class Clients(unittest.TestCase):
             sock = stream_socket(server, {**user("flood:"), "max_tokens": 3200})
             started = time.time()
             self.assertEqual(server.chat("say:fine")[1]["choices"][0]["message"]["content"], "fine")
-            self.assertLess(time.time() - started, 2)
+            self.assertLess(time.time() - started, patient(2))
             self.assertEqual(self.slow_readers(server), 1)
-            server.idle(20)
+            server.idle()
             self.assertLess(server.rss() - before, 24 << 20)
             sock.close()
 
@@ -342,13 +342,13 @@ class Clients(unittest.TestCase):
         with Served(context=100000, num_blocks=8192, send_buffer=1 << 30, write_seconds=1) as server:
             sock = stream_socket(server, {**user("flood:"), "max_tokens": 300})
             self.assertEqual(self.slow_readers(server), 1)
-            server.idle(20)
+            server.idle()
             sock.close()
 
     @staticmethod
     def slow_readers(server):
-        """How many were cut off, once one was, in up to 10 seconds."""
-        return server.until(lambda s: s["http"]["slow_readers"] > 0, 10)["http"]["slow_readers"]
+        """How many were cut off, once one was."""
+        return server.until(lambda s: s["http"]["slow_readers"] > 0)["http"]["slow_readers"]
 
     def test_a_thousand_streams_that_wait_cost_little(self):
         with Served(max_num_seqs=1, max_queue=2000, step_ms=20, context=4096) as server:
@@ -361,10 +361,10 @@ class Clients(unittest.TestCase):
                 self.assertLess((server.rss() - before) / 1000, 64 << 10)
             began = time.time()
             self.assertEqual(server.get("/health")[0], 200)
-            self.assertLess(time.time() - began, 1)
+            self.assertLess(time.time() - began, patient(1))
             for sock in [running, *waiting]:
                 sock.close()
-            server.idle(20)
+            server.idle()
             self.assertEqual(server.stats()["scheduler"]["cancelled"], 1001)
 
     def test_slow_headers_and_bodies_are_cut_off(self):
@@ -377,7 +377,7 @@ class Clients(unittest.TestCase):
             self.assertEqual(server.chat("say:ok")[0], 200)
             time.sleep(1.6)
             for s in slow:
-                s.settimeout(2)
+                s.settimeout(300)
                 try:
                     while s.recv(4096):
                         pass
@@ -436,7 +436,7 @@ class Operation(unittest.TestCase):
             started = time.time()
             status, answer = server.chat("say:x")
             self.assertEqual((status, answer["error"]["code"]), (503, "loading"))
-            self.assertLess(time.time() - started, 0.5)
+            self.assertLess(time.time() - started, patient(0.5))
             self.assertEqual(server.get("/metrics")[0], 200)
             server.wait_ready()
             self.assertEqual(server.chat("say:x")[0], 200)
@@ -451,7 +451,7 @@ class Operation(unittest.TestCase):
             self.assertEqual((status, answer["status"]), (503, "engine_ended"))
             started = time.time()
             self.assertEqual(server.chat("say:x")[0], 503)
-            self.assertLess(time.time() - started, 0.5)
+            self.assertLess(time.time() - started, patient(0.5))
 
     def test_a_stall_is_told_and_it_recovers(self):  # O-MET-07
         with Served(stall_seconds=5, stall_timeout=1) as server:
@@ -472,7 +472,7 @@ class Operation(unittest.TestCase):
             thread = threading.Thread(target=lambda: answers.append(server.chat("loop:ab", max_tokens=100)))
             thread.start()
             server.until(lambda s: s["scheduler"]["running"] == 1)
-            self.assertEqual(server.stop(10), 0)
+            self.assertEqual(server.stop(), 0)
             thread.join()
             self.assertEqual(answers[0][1]["usage"]["completion_tokens"], 100)
 
@@ -481,8 +481,8 @@ class Operation(unittest.TestCase):
             sock = stream_socket(server, {**user("loop:ab"), "max_tokens": 3000})
             sock.recv(4096)
             started = time.time()
-            self.assertEqual(server.stop(10), 0)
-            self.assertLess(time.time() - started, 3)
+            self.assertEqual(server.stop(), 0)
+            self.assertLess(time.time() - started, patient(3))
             data = b""
             while True:
                 piece = sock.recv(65536)
@@ -500,8 +500,8 @@ class Operation(unittest.TestCase):
             time.sleep(0.3)
             started = time.time()
             server.process.send_signal(signal.SIGTERM)
-            server.process.wait(5)
-            self.assertLess(time.time() - started, 1)
+            server.process.wait(300)
+            self.assertLess(time.time() - started, patient(1))
 
     def test_keys(self):
         with Served(key="secret-key") as server:

@@ -30,7 +30,7 @@ class Silent(Served):
             command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
 
-    def wait_ready(self, seconds=60):
+    def wait_ready(self, seconds=300):
         until = time.time() + seconds
         while time.time() < until and self.process.poll() is None:
             try:
@@ -95,7 +95,7 @@ class Log(unittest.TestCase):
                 except BlockingIOError:
                     time.sleep(0.02)
             self.assertIn(f"pagedkv: [log] {lost} lines were lost: Resource temporarily unavailable\n".encode(), text)
-            self.assertTrue(all(re.match(rb"  \S|path=|id=|pagedkv: |$", line) for line in text.split(b"\n")[:-1]), text)
+            self.assertTrue(all(re.match(rb"  \S|path=|id=|status=|pagedkv: |$", line) for line in text.split(b"\n")[:-1]), text)
             self.assertEqual(server.stop(), 0)
 
     def test_a_pipe_that_nobody_reads_drops_lines_and_says_how_many_later(self):

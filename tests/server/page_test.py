@@ -76,7 +76,7 @@ class Page(unittest.TestCase):
             page.click("#send")
             page.wait_for_function("document.querySelector('#talk').textContent.includes('abcab')")
             page.click("#stop")
-            server.idle(5)
+            self.assertEqual(server.idle()["scheduler"]["cancelled"], 1)
             self.assertEqual(self.problems, [])
             page.close()
 
@@ -87,7 +87,7 @@ class Page(unittest.TestCase):
             page.click("#send")
             page.wait_for_function("document.querySelector('#talk').textContent.includes('abcabc')")
             page.click("#clear")
-            server.idle(3)
+            self.assertEqual(server.idle()["scheduler"]["cancelled"], 1)
             self.assertEqual(page.text_content("#talk"), "")
             page.wait_for_function("!document.querySelector('#send').disabled")
             page.fill("#say", "say:again")

@@ -37,11 +37,11 @@ class Collector : public RequestSink {
   }
   void wait() {
     std::unique_lock lock(mutex_);
-    ASSERT_TRUE(changed_.wait_for(lock, std::chrono::seconds(60), [&] { return ended_; }));
+    ASSERT_TRUE(changed_.wait_for(lock, std::chrono::seconds(600), [&] { return ended_; }));
   }
   void wait_for_text(size_t n) {
     std::unique_lock lock(mutex_);
-    ASSERT_TRUE(changed_.wait_for(lock, std::chrono::seconds(60),
+    ASSERT_TRUE(changed_.wait_for(lock, std::chrono::seconds(600),
                                   [&] { return ended_ || (!texts_.empty() && texts_[0].size() >= n); }));
   }
   bool ended() {

@@ -12,6 +12,12 @@ import time
 import urllib.request
 
 
+def patient(seconds):
+    """What takes this long on a quiet machine may take this much longer here: a bound that only a hang or a wait behind
+    others reaches, however slow or busy the machine is."""
+    return 20 * seconds
+
+
 class Served:
     """A server process. `args`: of the scripted server; `command`: another one, whose URL line is looked for."""
 
@@ -26,7 +32,7 @@ class Served:
         if self.scripted:
             self.port = int(self.process.stdout.readline())
         else:
-            until = time.time() + 120
+            until = time.time() + 600
             while self.port is None and time.time() < until and self.process.poll() is None:
                 time.sleep(0.05)
             if self.port is None:
@@ -52,7 +58,7 @@ class Served:
         self.process.stdout.close()
         self.process.stderr.close()
 
-    def wait_ready(self, seconds=30):
+    def wait_ready(self, seconds=300):
         until = time.time() + seconds
         while time.time() < until:
             if self.get("/health")[0] == 200:
@@ -60,7 +66,7 @@ class Served:
             time.sleep(0.02)
         raise RuntimeError("the server is not ready")
 
-    def request(self, method, path, body=None, headers=None, timeout=60):
+    def request(self, method, path, body=None, headers=None, timeout=600):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         if isinstance(body, (dict, list)):
             body = json.dumps(body)
@@ -86,7 +92,7 @@ class Served:
     def stats(self):
         return self.get("/stats")[1]
 
-    def until(self, holds, seconds=20):
+    def until(self, holds, seconds=300):
         """Stats once `holds` of them."""
         end = time.time() + seconds
         while not holds(stats := self.stats()):
@@ -95,7 +101,7 @@ class Served:
             time.sleep(0.02)
         return stats
 
-    def idle(self, seconds=10):
+    def idle(self, seconds=300):
         """Stats once nothing runs or waits and no block is held."""
         def nothing_held(s):
             c = s["cache"]
@@ -107,7 +113,7 @@ class Served:
         with open(f"/proc/{self.process.pid}/statm", encoding="ascii") as f:
             return int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
-    def stop(self, timeout=30):
+    def stop(self, timeout=300):
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
 
@@ -121,7 +127,7 @@ def stream_socket(server, body, path="/v1/chat/completions"):
     return sock
 
 
-def raw(server, data, half_close=False, timeout=5):
+def raw(server, data, half_close=False, timeout=120):
     """All that comes back for these bytes, until the server closes."""
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
         sock.settimeout(timeout)

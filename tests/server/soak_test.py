@@ -27,7 +27,7 @@ class Soak(unittest.TestCase):
             outcomes, rss, live = [], [], []
             for quarter in range(4):
                 outcomes += asyncio.run(mixed(server.port, SECONDS / 4, 24, quarter, WORDS))
-                s = server.idle(60)
+                s = server.idle()
                 rss.append(server.rss() >> 20)
                 live.append(s["heap_live_bytes"] / (1 << 20))
             unexpected = [(o.status, o.error) for o in outcomes
@@ -49,7 +49,7 @@ class Soak(unittest.TestCase):
             # pages of the model's file are in memory: that depends on the machine, and has room here.
             self.assertLess(live[3] - live[1], 1)
             self.assertLess(rss[3] - rss[1], 48)
-            self.assertEqual(server.stop(30), 0, "".join(server.log[-5:]))  # it verifies the cache on its way out
+            self.assertEqual(server.stop(), 0, "".join(server.log[-5:]))  # it verifies the cache on its way out
         finally:
             server.__exit__()
 
