@@ -127,7 +127,6 @@ CALLS = {
     "grow's tokens": lambda cache: cache.grow_to_capacity("9"),
     "tensors' layer": lambda cache: cache.tensors(0.0),
     "stats' resident": lambda cache: cache.stats(resident=1),
-    "plan_read's heads": lambda cache: cache.plan_read([], 2.0),
     "plan_read's queries": lambda cache: cache.plan_read([(cache.start().sequence, 1.0)]),
     "read_dense's plan": lambda cache: cache.read_dense(1, 0, 0),
     "read_dense's place": lambda cache: cache.read_dense(cache.plan_read([]), 0.0, 0),
