@@ -206,7 +206,8 @@ class PagedCache(Cache):
             else:
                 out = step.columns(pagedkv.attend(step.plan, layer, step.tokens(query), scale=scaling,
                                                   softcap=softcap or 0.0, sinks=sinks))
-            step.attended.add(layer_idx)
+            # A layer that a model runs several times, each time with rows of their own, counts as each of these.
+            step.attended.add(layer if layer_idx in self._shapes else layer_idx)
             self._finish_if_complete(step, step.attended >= self._attending)
         except BaseException:
             self._abandon()
