@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from hf_models import BLOCK, WINDOW, left_padded, pytestmark, tokens, torch, transformers
+from hf_models import BLOCK, WINDOW, left_padded, one_thread, pytestmark, tokens, torch, transformers
 
 import pagedkv.hf as hf
 from transformers import DynamicCache
@@ -136,15 +136,6 @@ def model_of(name):
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     assert sum(p.numel() for p in model.parameters()) < 2**20, "it is not small"
     return model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """So little work is slower on two, and far slower where somebody else has the second."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def answer(model, attn, ids, mask, cache):
