@@ -9,10 +9,13 @@ raises.
 
 from typing import Any, Optional
 
+from . import _core
+from ._versions import need
+
+need("pagedkv.torch", "torch", torch="2.6")
+
 import torch
 from torch import Tensor
-
-from . import _core
 
 __all__ = ["dequantize_symmetric", "merge", "paged_attention", "quantize_symmetric", "reshape_and_cache"]
 
