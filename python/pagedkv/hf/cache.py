@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 import pagedkv
 
 from .. import _core
+from .._frameworks import whole
 from ..quant import PagedKVQuantConfig
 from . import saved
 from .layer import NoLayer, PagedLayer
@@ -374,7 +375,7 @@ class PagedCache(Cache):
         Errors: ValueError (positive, as in DynamicCache; more than there is; behind what a window still holds): the
         cache is then unchanged.
         """
-        n = -int(tokens_to_remove)
+        n = -whole("tokens_to_remove", tokens_to_remove)
         if n < 0:
             raise ValueError(f"[crop] {tokens_to_remove} is above 0: pass the columns to remove as a negative number")
         if n > self.get_seq_length():
