@@ -16,9 +16,10 @@ test:           ## set up, build and run all tests: C++, and the Python package 
 	@PAGEDKV_TEST_MODEL=$$(tools/model smollm2) && export PAGEDKV_TEST_MODEL && \
 	  ctest --preset release --output-on-failure -j "$$(nproc)" && tools/python-tests
 
-test-all:       ## the same with torch, transformers and mlx-lm: installs 6 GB into the cache, once
+test-all:       ## the same with torch, transformers and mlx-lm: installs 6 GB into the cache, once, and fetches Gemma 3 (253 MB)
 	@tools/build release
 	@PAGEDKV_TEST_MODEL=$$(tools/model smollm2) && export PAGEDKV_TEST_MODEL && \
+	  PAGEDKV_TEST_GEMMA=$$(tools/model gemma3) && export PAGEDKV_TEST_GEMMA && \
 	  ctest --preset release --output-on-failure -j "$$(nproc)" && tools/python-tests --all
 
 build:          ## set up and build

@@ -1,5 +1,6 @@
 """What differs between numpy, torch and mlx where a dense array must be made."""
 
+import operator
 import sys
 
 
@@ -52,3 +53,14 @@ def causal_mask(n, offset, window, kind):
     if kind == "mlx":
         return sys.modules["mlx.core"].array(mask)
     return mask
+
+
+def whole(name, value):
+    """An integer of any kind as Python's. TypeError: `name` is `value`, allowed are integers; a bool or float is none."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    of = "" if value is None else f", of type {type(value).__name__}"
+    raise TypeError(f"{name} is {value!r:.60}{of}, allowed are integers")

@@ -142,6 +142,8 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], *, kv_quant: str | PagedKVQuantConfig | None = None,
                  progress: Callable[[float], object] | bool | None = None, **options: Unpack[LoadOptions]) -> None:
+        if not isinstance(model, (str, os.PathLike)):
+            raise TypeError(f"model is {model!r:.60}, of type {type(model).__name__}, allowed are paths of GGUF files")
         self._model = _engine().load(
             os.fspath(model), kv_quant=paged_kv_quant_mode_from_env() if kv_quant is None else kv_quant,
             progress=_draw_bar if progress is True else progress, **options)
@@ -213,7 +215,7 @@ class LLM:
 
     def detokenize(self, tokens: Any) -> str:
         """The text of token ids; control tokens give nothing."""
-        return self._model.detokenize(_ids(tokens))
+        return self._model.detokenize(_ids(tokens, "tokens are", "token ids"))
 
     def stats(self) -> dict[str, Any]:
         """Counters since the load, and the pool's under "cache" (the keys of Cache.stats)."""
@@ -240,10 +242,10 @@ def _is_number(value):
     return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0 or isinstance(value, float)
 
 
-def _ids(tokens):
+def _ids(tokens, who="prompt is", allowed="texts (str) and token ids"):
     """Token ids as a list; that they are integers is for the engine to say."""
     if isinstance(tokens, (str, bytes, bytearray)) or not hasattr(tokens, "__iter__"):
-        raise TypeError(f"prompt is {tokens!r:.60}, of type {type(tokens).__name__}, allowed are texts (str) and token ids")
+        raise TypeError(f"{who} {tokens!r:.60}, of type {type(tokens).__name__}, allowed are {allowed}")
     shape = tuple(getattr(tokens, "shape", ()))
     if len(shape) == 2 and shape[0] == 1:
         tokens, shape = tokens[0], shape[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from . import _core
-from ._frameworks import causal_mask, dtype_of, from_numpy, kind_of, to_numpy
+from ._frameworks import causal_mask, dtype_of, from_numpy, kind_of, to_numpy, whole
 from ._locks import fork_safe_lock
 from .errors import CapacityError
 from .quant import PagedKVQuantConfig, paged_kv_quant_mode_from_env
@@ -154,9 +154,10 @@ class PagedKVCache:
 
     def trim(self, n: int) -> int:
         """Removes the last n tokens of every batch row, at most all; returns how many."""
+        n = whole("n", n)
         with self._lock:
             length = self.offset
-            removed = max(0, min(int(n), length))
+            removed = max(0, min(n, length))
             if removed:
                 for sequence in self._sequences:
                     self._pool.truncate(sequence, length - removed)

@@ -2,16 +2,20 @@
 
     torch.ops.pagedkv.reshape_and_cache, paged_attention, merge, quantize_symmetric, dequantize_symmetric
 
-They are pagedkv's functions of those names over tensors in CPU memory, also reachable as pagedkv.torch.NAME. There is no
-backward: calling it raises.
+They are pagedkv's functions of those names over tensors in CPU memory, also reachable as pagedkv.torch.NAME; with
+return_lse=True pagedkv.torch.paged_attention is torch.ops.pagedkv.paged_attention_lse. There is no backward: calling it
+raises.
 """
 
-from typing import Optional
+from typing import Any, Optional
+
+from . import _core
+from ._versions import need
+
+need("pagedkv.torch", "torch", torch="2.6")
 
 import torch
 from torch import Tensor
-
-from . import _core
 
 __all__ = ["dequantize_symmetric", "merge", "paged_attention", "quantize_symmetric", "reshape_and_cache"]
 
@@ -70,23 +74,53 @@ def _(key, value, key_cache, value_cache, slot_mapping, key_scales=None, value_s
     return None
 
 
-@_no_backward
-@torch.library.custom_op("pagedkv::paged_attention", mutates_args=(), device_types="cpu")
-def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-                    cu_seqlens_q: Optional[Tensor] = None, scale: Optional[float] = None,
-                    key_scales: Optional[Tensor] = None, value_scales: Optional[Tensor] = None, softcap: float = 0.0,
-                    sliding_window: Optional[int] = None, sinks: Optional[Tensor] = None) -> Tensor:
-    """query [n_tokens, num_q_heads, head_dim] over block tensors -> the same shape."""
-    scales = [tensor if tensor is None else tensor.detach() for tensor in (key_scales, value_scales, sinks)]
-    return _core.paged_attention(query.detach(), key_cache.detach(), value_cache.detach(), block_tables, seq_lens,
-                                 cu_seqlens_q, scale=scale, key_scales=scales[0], value_scales=scales[1],
-                                 softcap=softcap, sliding_window=sliding_window, sinks=scales[2])
+def _attention_operator(name, returns_lse):
+    """The operator over either table form; what an operator returns is fixed, so with lse it is another one."""
+
+    def attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Optional[Tensor] = None,
+                  seq_lens: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None,
+                  scale: Optional[float] = None, key_scales: Optional[Tensor] = None,
+                  value_scales: Optional[Tensor] = None, softcap: float = 0.0, sliding_window: Optional[int] = None,
+                  sinks: Optional[Tensor] = None, head_dim_v: Optional[int] = None, kv_indptr: Optional[Tensor] = None,
+                  kv_indices: Optional[Tensor] = None,
+                  kv_last_page_len: Optional[Tensor] = None) -> tuple[Tensor, Tensor] if returns_lse else Tensor:
+        scales = [tensor if tensor is None else tensor.detach() for tensor in (key_scales, value_scales, sinks)]
+        return _core.paged_attention(query.detach(), key_cache.detach(), value_cache.detach(), block_tables, seq_lens,
+                                     cu_seqlens_q, scale=scale, key_scales=scales[0], value_scales=scales[1],
+                                     softcap=softcap, sliding_window=sliding_window, sinks=scales[2],
+                                     head_dim_v=head_dim_v, kv_indptr=kv_indptr, kv_indices=kv_indices,
+                                     kv_last_page_len=kv_last_page_len, return_lse=returns_lse)
+
+    def fake(query, key_cache, value_cache, block_tables=None, seq_lens=None, cu_seqlens_q=None, scale=None,
+             key_scales=None, value_scales=None, softcap=0.0, sliding_window=None, sinks=None, head_dim_v=None,
+             kv_indptr=None, kv_indices=None, kv_last_page_len=None):
+        out = query.new_empty(*query.shape[:-1], query.shape[-1] if head_dim_v is None else head_dim_v)
+        return (out, query.new_empty(query.shape[:-1], dtype=torch.float32)) if returns_lse else out
+
+    operator = torch.library.custom_op(name, attention, mutates_args=(), device_types="cpu")
+    operator.register_fake(fake)
+    return _no_backward(operator)
 
 
-@paged_attention.register_fake
-def _(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q=None, scale=None, key_scales=None,
-      value_scales=None, softcap=0.0, sliding_window=None, sinks=None):
-    return query.new_empty(query.shape)
+_attention = _attention_operator("pagedkv::paged_attention", False)
+_attention_lse = _attention_operator("pagedkv::paged_attention_lse", True)
+
+
+def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Optional[Tensor] = None,
+                    seq_lens: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None,
+                    scale: Optional[float] = None, key_scales: Optional[Tensor] = None,
+                    value_scales: Optional[Tensor] = None, softcap: float = 0.0, sliding_window: Optional[int] = None,
+                    sinks: Optional[Tensor] = None, *, head_dim_v: Optional[int] = None,
+                    kv_indptr: Optional[Tensor] = None, kv_indices: Optional[Tensor] = None,
+                    kv_last_page_len: Optional[Tensor] = None, return_lse: bool = False) -> Any:
+    """query [n_tokens, num_q_heads, head_dim] over block tensors -> [n_tokens, num_q_heads, head_dim_v]; with return_lse also
+    lse [n_tokens, num_q_heads] float32.
+
+    Give block_tables and seq_lens, or kv_indptr, kv_indices and kv_last_page_len: see pagedkv.paged_attention.
+    """
+    operator = _attention_lse if return_lse else _attention
+    return operator(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, scale, key_scales,
+                    value_scales, softcap, sliding_window, sinks, head_dim_v, kv_indptr, kv_indices, kv_last_page_len)
 
 
 @_no_backward

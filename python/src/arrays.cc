@@ -242,11 +242,16 @@ InArray::InArray(nb::handle array, const char* name) : name_(name) {
   check_device(name, view_.device.device_type, size());
   if (framework_ != Framework::kTorch) return;
   // A view as of x.conj().imag: the memory has the other sign.
-  if (nb::cast<bool>(array.attr("is_neg")()))
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
+  const nb::object negated = nb::steal(PyObject_CallMethodNoArgs(array.ptr(), is_neg));
+  if (!negated.is_valid()) throw nb::python_error();
+  if (negated.ptr() == Py_True)
     raise(invalid_argument(std::string(name) + " is a lazily negated view: pass " + name + ".resolve_neg()"));
   // Gradients would be lost without a word.
-  if (nb::cast<bool>(array.attr("requires_grad")) &&
-      nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) {
+  const nb::object gradients = nb::steal(PyObject_GetAttr(array.ptr(), requires_grad));
+  if (!gradients.is_valid()) throw nb::python_error();
+  if (gradients.ptr() == Py_True && nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) {
     PyErr_SetString(PyExc_RuntimeError,
                     (std::string(name) + " requires gradients, and pagedkv has no backward: detach "
                                          "it, or compute under torch.no_grad()")
@@ -286,8 +291,8 @@ bool InArray::contiguous() const {
 
 TokenRows token_rows(const InArray& array, int64_t n_tokens, int64_t num_heads, int64_t head_dim) {
   const int ndim = array.ndim();
-  std::vector<int64_t> found;
-  for (int axis = 0; axis < ndim; ++axis) found.push_back(array.extent(axis));
+  int64_t found[4] = {};
+  for (int axis = 0; axis < ndim && axis < 4; ++axis) found[axis] = array.extent(axis);
   const auto fits = [](int64_t wanted, int64_t extent) { return wanted == kAny || wanted == extent; };
   if (ndim == 3 && fits(n_tokens, found[0]) && fits(num_heads, found[1]) && fits(head_dim, found[2]))
     return {.n_tokens = found[0],
@@ -306,7 +311,9 @@ TokenRows token_rows(const InArray& array, int64_t n_tokens, int64_t num_heads, 
             .uniform = found[0] == 1 || found[2] == 1 || array.stride(0) == found[2] * array.stride(2),
             .batch = found[0]};
   const std::string tokens = n_tokens == kAny ? "n_tokens" : std::to_string(n_tokens);
-  raise(invalid_argument(std::string(array.name()) + " is " + shape_text(found) + ", expected " +
+  std::vector<int64_t> all;
+  for (int axis = 0; axis < ndim; ++axis) all.push_back(array.extent(axis));
+  raise(invalid_argument(std::string(array.name()) + " is " + shape_text(all) + ", expected " +
                          shape_text({n_tokens, num_heads, head_dim}) + " or, for a batch, [batch, " +
                          (num_heads == kAny ? "*" : std::to_string(num_heads)) + ", n, " +
                          (head_dim == kAny ? "*" : std::to_string(head_dim)) + "] with batch * n = " + tokens));

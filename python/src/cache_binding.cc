@@ -168,8 +168,13 @@ void bind_cache(nb::module_& m) {
           [](GroupSpec* self, const nb::kwargs& given) {
             GroupArgs args;
             read_options("Group", given, kGroupFields, args);
-            if (!args.layers || !args.num_kv_heads || !args.head_dim)
+            for (const auto& [name, there] : {std::pair("layers", args.layers.has_value()),
+                                              {"num_kv_heads", args.num_kv_heads.has_value()},
+                                              {"head_dim", args.head_dim.has_value()}}) {
+              if (there) continue;
+              if (given.contains(name)) refuse_type({name, nb::none()}, "integers; of layers, a list");
               raise_type_error("Group needs layers, num_kv_heads and head_dim");
+            }
             new (self) GroupSpec(make_group(args));
           },
           nb::arg("options"),
@@ -214,7 +219,7 @@ void bind_cache(nb::module_& m) {
   nb::class_<PyLayerTensors>(
       m, "LayerTensors",
       "Views of one layer's blocks, [num_blocks, block_size, num_kv_heads, width], without a "
-      "copy. Take them with numpy.from_dlpack or torch.from_dlpack.")
+      "copy. Take them with numpy.asarray or torch.from_dlpack.")
       .def_ro("k", &PyLayerTensors::k)
       .def_ro("v", &PyLayerTensors::v)
       .def_ro("k_scales", &PyLayerTensors::k_scales, "float32 [num_blocks, block_size, num_kv_heads, 1], or None.")
@@ -254,8 +259,10 @@ void bind_cache(nb::module_& m) {
             }));
             return PyStarted{{self->number, started.id}, started.reused.n, prefix_reason_name(started.reason)};
           },
-          nb::arg("prompt") = nb::make_tuple(), nb::kw_only(), nb::arg("name_space") = "", nb::arg("reuse") = true,
-          nb::arg("store") = true,
+          nb::arg("prompt").none() = nb::make_tuple(), nb::kw_only(), nb::arg("name_space").none() = "",
+          nb::arg("reuse").none() = true, nb::arg("store").none() = true,
+          nb::sig("def start(self, prompt: object = (), *, name_space: str = '', reuse: bool = True, "
+                  "store: bool = True) -> Started"),
           "Opens a sequence and takes over the cached blocks of the longest known prefix of `prompt` (token ids).")
       .def(
           "fork",
@@ -263,7 +270,7 @@ void bind_cache(nb::module_& m) {
             const SequenceId id = id_of(*self, sequence);
             return PySequence{self->number, check(locked(*self, [&] { return self->cache->fork(id); }))};
           },
-          nb::arg("sequence"),
+          nb::arg("sequence").none(), nb::sig("def fork(self, sequence: Sequence) -> Sequence"),
           "A second sequence with the same content; blocks are shared until one of them writes.")
       .def(
           "truncate",
@@ -272,7 +279,8 @@ void bind_cache(nb::module_& m) {
             const SequenceId id = id_of(self, sequence);
             check(locked(self, [&] { return self.cache->truncate(id, new_length); }));
           },
-          nb::arg("sequence"), nb::arg("new_length"),
+          nb::arg("sequence").none(), nb::arg("new_length").none(),
+          nb::sig("def truncate(self, sequence: Sequence, new_length: int) -> None"),
           "Shortens to new_length tokens. ValueError past the end or behind what a window still holds.")
       .def(
           "release",
@@ -280,14 +288,16 @@ void bind_cache(nb::module_& m) {
             const SequenceId id = id_of(self, sequence);
             check(locked(self, [&] { return self.cache->release(id); }));
           },
-          nb::arg("sequence"), "Ends the sequence. Finished blocks stay cached for later prompts.")
+          nb::arg("sequence").none(), nb::sig("def release(self, sequence: Sequence) -> None"),
+          "Ends the sequence. Finished blocks stay cached for later prompts.")
       .def(
           "length",
           [](PyCache& self, Given<PySequence> sequence) {
             const SequenceId id = id_of(self, sequence);
             return check(locked(self, [&] { return self.cache->length(id); })).n;
           },
-          nb::arg("sequence"), "Tokens of a sequence.")
+          nb::arg("sequence").none(), nb::sig("def length(self, sequence: Sequence) -> int"),
+          "Tokens of a sequence.")
       .def(
           "blocks_held",
           [](PyCache& self, Given<PySequence> sequence, Given<int> given) {
@@ -295,7 +305,8 @@ void bind_cache(nb::module_& m) {
             const SequenceId id = id_of(self, sequence);
             return check(locked(self, [&] { return self.cache->blocks_held(id, group); })).n;
           },
-          nb::arg("sequence"), nb::arg("group") = 0)
+          nb::arg("sequence").none(), nb::arg("group").none() = 0,
+          nb::sig("def blocks_held(self, sequence: Sequence, group: int = 0) -> int"))
       .def(
           "clear_cached", [](PyCache& self) { locked(self, [&] { self.cache->clear_cached(); }); },
           "Drops every block that no sequence holds.")
@@ -305,23 +316,29 @@ void bind_cache(nb::module_& m) {
             const Tokens tokens(given.read_as("tokens"));
             check(locked(self, [&] { return self.cache->grow_to_capacity(tokens); }));
           },
-          nb::arg("tokens"), "Commits memory for so many tokens in all, and keeps it. CapacityError.")
-      .def("reserve", &reserve, nb::arg("requests"),
+          nb::arg("tokens").none(), nb::sig("def grow_to_capacity(self, tokens: int) -> None"),
+          "Commits memory for so many tokens in all, and keeps it. CapacityError.")
+      .def("reserve", &reserve, nb::arg("requests").none(),
+           nb::sig("def reserve(self, requests: object) -> StepPlan"),
            "Takes the blocks of a step, or changes nothing.\n\n"
            "  requests  list of (sequence, n_tokens) or (sequence, token ids); ids make full blocks findable\n\n"
            "Errors: CapacityError (`need 214 tokens (14 blocks), have ...`), StaleError, ValueError.")
-      .def("plan_read", &plan_read, nb::arg("requests"),
+      .def("plan_read", &plan_read, nb::arg("requests").none(),
+           nb::sig("def plan_read(self, requests: object) -> StepPlan"),
            "A plan that only reads: queries at each sequence's last positions.\n\n"
            "  requests  list of (sequence, n_queries)")
-      .def("tensors", &tensors, nb::arg("layer"),
+      .def("tensors", &tensors, nb::arg("layer").none(), nb::sig("def tensors(self, layer: int) -> LayerTensors"),
            "Views of a layer's blocks, without a copy. They stay valid while the pool grows, and keep it alive; "
            "what is "
            "committed now is not given back any more.")
-      .def("read_dense", &read_dense, nb::arg("plan"), nb::arg("place"), nb::arg("layer"), nb::arg("first") = 0,
-           nb::arg("out_k") = nb::none(), nb::arg("out_v") = nb::none(),
+      .def("read_dense", &read_dense, nb::arg("plan").none(), nb::arg("place").none(), nb::arg("layer").none(),
+           nb::arg("first").none() = 0, nb::arg("out_k") = nb::none(), nb::arg("out_v") = nb::none(),
+           nb::sig("def read_dense(self, plan: StepPlan, place: int, layer: int, first: int = 0, "
+                   "out_k: object | None = None, out_v: object | None = None) -> tuple[typing.Any, typing.Any]"),
            "Decodes the rows of one sequence of a plan from position `first` on: k, v float32 [num_kv_heads, n, "
            "head_dim]. For interoperability; counted in dense_materializations.")
-      .def("stats", &stats, nb::arg("resident") = false,
+      .def("stats", &stats, nb::arg("resident").none() = false,
+           nb::sig("def stats(self, resident: bool = False) -> dict[str, typing.Any]"),
            "Every counter, as a dict. resident: bytes_resident as well, for which the kernel is asked for every "
            "page.")
       .def(
@@ -349,7 +366,7 @@ void bind_cache(nb::module_& m) {
             self.check_group(group);
             return std::string(query_path_name(self.cache->query_path(group)));
           },
-          nb::arg("group") = 0)
+          nb::arg("group").none() = 0, nb::sig("def query_path(self, group: int = 0) -> str"))
       .def(
           "image_bytes",
           [](PyCache& self, Given<int> given) {
@@ -357,7 +374,8 @@ void bind_cache(nb::module_& m) {
             self.check_group(group);
             return self.cache->image_bytes(group).n;
           },
-          nb::arg("group") = 0, "Bytes of one block, padding included.")
+          nb::arg("group").none() = 0, nb::sig("def image_bytes(self, group: int = 0) -> int"),
+          "Bytes of one block, padding included.")
       .def("__reduce__", [](nb::handle) {
         raise_type_error(
             "[Cache] blocks are not pickled: a process has its own; pagedkv.hf and pagedkv.mlx save files");

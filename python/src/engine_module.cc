@@ -307,6 +307,7 @@ nb::dict stats(const Model& model) {
 
 std::vector<engine::ChatMessage> messages_of(nb::handle messages) {
   std::vector<engine::ChatMessage> out;
+  if (!PySequence_Check(messages.ptr())) refuse_type({"messages", messages}, "texts (str) and lists of messages");
   for (const nb::handle item : nb::borrow(messages)) {
     nb::dict message;
     if (!nb::try_cast(nb::borrow(item), message) || !message.contains("role") || !message.contains("content"))
@@ -346,7 +347,7 @@ NB_MODULE(_engine, m) {
             read({"parse_special", parse_special}, parsed);
             return check(without_gil([&] { return model.engine->text().tokenize(text, special, parsed); }));
           },
-          nb::arg("text"), nb::arg("add_special"), nb::arg("parse_special"))
+          nb::arg("text").none(), nb::arg("add_special").none(), nb::arg("parse_special").none())
       .def(
           "detokenize",
           [](const Model& model, nb::handle given) {
@@ -361,14 +362,14 @@ NB_MODULE(_engine, m) {
             const std::string text = stream.push(model.engine->text().spell(tokens));
             return text + stream.finish();
           },
-          nb::arg("tokens"))
+          nb::arg("tokens").none())
       .def(
           "tokenize_chat",
           [](const Model& model, nb::handle messages) {
             const std::vector<engine::ChatMessage> read = messages_of(messages);
             return check(without_gil([&] { return model.engine->text().tokenize_chat(read); }));
           },
-          nb::arg("messages"))
+          nb::arg("messages").none())
       .def("default_system", [](const Model& model) { return model.engine->text().default_system(); })
       .def("stats", &stats)
       .def("close", &Model::stop)

@@ -147,15 +147,22 @@ void bind_formats(nb::module_& m) {
         check(check_head_dim(shape.formats.v, shape.head_dim_v));
         return bytes_per_token(shape).n;
       },
-      nb::arg("kv_quant"), nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("head_dim_v") = nb::none(),
+      nb::arg("kv_quant").none(), nb::arg("num_kv_heads").none(), nb::arg("head_dim").none(),
+      nb::arg("head_dim_v") = nb::none(),
+      nb::sig("def bytes_per_token(kv_quant: str, num_kv_heads: int, head_dim: int, "
+              "head_dim_v: int | None = None) -> int"),
       "Bytes that one token takes in one layer: K and V rows and their scales, without padding.");
-  m.def("quantize_symmetric", &quantize, nb::arg("x").none(), nb::arg("mode") = "q8",
+  m.def("quantize_symmetric", &quantize, nb::arg("x").none(), nb::arg("mode").none() = "q8",
+        nb::sig("def quantize_symmetric(x: object, mode: str = 'q8') -> tuple[typing.Any, typing.Any]"),
         "Quantizes rows, one scale each, to the bytes that a cache stores.\n\n"
         "  x        [..., head_dim] floats, 1 to 4 axes\n"
         "  returns  codes [..., row_bytes] (int8 for q8, else uint8), scales [..., 1] float32\n\n"
         "Errors: ValueError (mode), NotFiniteError with the row.");
-  m.def("dequantize_symmetric", &dequantize, nb::arg("codes").none(), nb::arg("scales").none(), nb::arg("head_dim"),
-        nb::arg("mode") = "q8", "The inverse: [..., head_dim] float32.");
+  m.def("dequantize_symmetric", &dequantize, nb::arg("codes").none(), nb::arg("scales").none(),
+        nb::arg("head_dim").none(), nb::arg("mode").none() = "q8",
+        nb::sig("def dequantize_symmetric(codes: object, scales: object, head_dim: int, mode: str = 'q8') "
+                "-> typing.Any"),
+        "The inverse: [..., head_dim] float32.");
   m.def("merge", &merge, nb::arg("out_a").none(), nb::arg("lse_a").none(), nb::arg("out_b").none(),
         nb::arg("lse_b").none(),
         "Joins attention over disjoint keys.\n\n"

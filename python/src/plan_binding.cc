@@ -21,7 +21,7 @@ struct PairIn {
 std::vector<PairIn> pairs_of(nb::handle requests, const char* what) {
   std::vector<PairIn> out;
   if (!nb::isinstance<nb::sequence>(requests))
-    raise_type_error(std::string("requests are a list of (sequence, ") + what + ") pairs");
+    refuse_type({"requests", requests}, ("lists of (sequence, " + std::string(what) + ") pairs").c_str());
   for (const nb::handle item : nb::borrow(requests)) {
     if (!nb::isinstance<nb::tuple>(item) || nb::len(item) != 2 || !nb::isinstance<PySequence>(item[0]))
       raise_type_error(std::string("a request is a pair (sequence, ") + what + ")");
@@ -328,7 +328,9 @@ void bind_plans(nb::module_& m) {
       m, "StepPlan",
       "The read-only description of one step. As a context manager it commits at the end, and abandons "
       "when an exception leaves the block.")
-      .def("commit", &commit, nb::arg("accepted") = nb::none(), nb::kw_only(), nb::arg("all_or_none") = false,
+      .def("commit", &commit, nb::arg("accepted") = nb::none(), nb::kw_only(),
+           nb::arg("all_or_none").none() = false,
+           nb::sig("def commit(self, accepted: object | None = None, *, all_or_none: bool = False) -> None"),
            "Ends the step: each sequence grows by its accepted tokens (default: all).\n\n"
            "Every layer must have got its rows, by append, or by whoever asked for slot_mapping: ValueError.\n"
            "Errors: NotFiniteError, StaleError for the first sequence that was rejected; the others are committed, "
@@ -370,14 +372,17 @@ void bind_plans(nb::module_& m) {
           "positions",
           [](PyPlan& p) { return ints<int32_t>(p, {p.n_tokens}, [](const StepPlan& s) { return s.positions(); }); },
           "int32 [n_tokens], the position of each token in its sequence.")
-      .def("block_tables", &block_tables, nb::arg("group") = 0,
+      .def("block_tables", &block_tables, nb::arg("group").none() = 0,
+           nb::sig("def block_tables(self, group: int = 0) -> typing.Any"),
            "int32 [n_sequences, max_blocks], -1 where nothing is held.")
-      .def("slot_mapping", &slot_mapping, nb::arg("group") = 0,
+      .def("slot_mapping", &slot_mapping, nb::arg("group").none() = 0,
+           nb::sig("def slot_mapping(self, group: int = 0) -> typing.Any"),
            "int64 [n_tokens], the slot of each new token, for those who write rows themselves; empty for a plan "
            "that only reads.");
 
   m.def("check_attention", &check_attention, nb::arg("q"), nb::arg("options"));
-  m.def("append", &append, nb::arg("plan"), nb::arg("layer"), nb::arg("k").none(), nb::arg("v").none(),
+  m.def("append", &append, nb::arg("plan").none(), nb::arg("layer").none(), nb::arg("k").none(),
+        nb::arg("v").none(), nb::sig("def append(plan: StepPlan, layer: int, k: object, v: object) -> None"),
         "Writes a step's new rows of one layer into their slots, quantizing if the group does.\n\n"
         "  k, v  [plan.n_tokens, num_kv_heads, head_dim], or with a batch [batch, num_kv_heads, n, head_dim] of\n"
         "        batch * n = plan.n_tokens; float32, float16 or bfloat16; K already rotated\n\n"
@@ -413,7 +418,7 @@ void bind_plans(nb::module_& m) {
           raise(invalid_argument("num_threads is " + std::to_string(n) + ", allowed are 1 to 1024"));
         set_num_threads(n);
       },
-      nb::arg("n"));
+      nb::arg("n").none(), nb::sig("def set_num_threads(n: int) -> None"));
   m.def(
       "array_stats", [] { return to_dict(process_counters()); },
       "How arrays of the functions that belong to no cache crossed the border.");

@@ -197,7 +197,7 @@ def test_results_outlive_everything_they_came_from():
 def test_a_dlpack_owner_that_is_freed_takes_nothing_with_it():
     cache = pagedkv.Cache(num_kv_heads=2, head_dim=8, kv_quant="f32", num_blocks=16)
     tensors = cache.tensors(0)
-    view = np.from_dlpack(tensors.v)
+    view = np.asarray(tensors.v)
     view[:] = 7
     del tensors, cache
     gc.collect()
@@ -261,3 +261,11 @@ def test_every_half_is_converted_exactly_and_rounding_is_to_even():
             pagedkv.attend(plan, 0, np.zeros((1, 1, 1000), np.float32), out=half)
             with np.errstate(over="ignore"):
                 np.testing.assert_array_equal(half, row.astype(np.float16))
+
+
+def test_float64_comes_out_of_attention_as_float32_and_of_dense_copies_as_itself():
+    cache = pagedkv.PagedKVCache(kv_quant_config="f32")
+    k = np.random.default_rng(0).standard_normal((1, 2, 3, 8))
+    keys, _ = cache.update_and_fetch(k, k)
+    assert keys.dtype == np.float64 and (keys == k.astype(np.float32)).all()
+    assert cache.paged_attention(k).dtype == np.float32

@@ -48,6 +48,15 @@ def make_model(name, seed=0, **changes):
     return getattr(transformers, one[0] + "ForCausalLM")(config).eval()
 
 
+@pytest.fixture(scope="module", autouse=True)  # of the modules that import it
+def one_thread():
+    """So little work is slower on two, and far slower where somebody else has the second."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def models():
     made = {}

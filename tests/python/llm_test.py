@@ -227,11 +227,24 @@ def test_a_text_is_tokenized_and_back_unchanged(llm):
 
 @pytest.mark.parametrize("messages,error", [
     ([{"role": "wizard", "content": "x"}], ValueError), ([{"content": "x"}], TypeError), (["x"], TypeError),
-    ([{"role": "user", "content": 3}], TypeError),
+    ([{"role": "user", "content": 3}], TypeError), (None, TypeError), (3, TypeError),
 ])
 def test_messages_that_are_none_are_refused(llm, messages, error):
     with pytest.raises(error):
         llm.chat(messages)
+
+
+@pytest.mark.parametrize("text, call", [
+    ("messages is None, allowed are texts", lambda llm: llm.chat(None)),
+    ("text is None, allowed are strings", lambda llm: llm.tokenize(None)),
+    ("add_special is None, allowed are True and False", lambda llm: llm.tokenize("x", add_special=None)),
+    ("parse_special is None, allowed are True and False", lambda llm: llm.tokenize("x", parse_special=None)),
+    ("tokens are None, of type NoneType, allowed are token ids", lambda llm: llm.detokenize(None)),
+    ("model is None, of type NoneType, allowed are paths", lambda llm: pagedkv.LLM(None)),
+])
+def test_a_none_is_named(llm, text, call):
+    with pytest.raises(TypeError, match=text):
+        call(llm)
 
 
 def test_statistics_are_those_of_the_cache_and_of_the_scheduler(llm):

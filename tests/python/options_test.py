@@ -127,7 +127,6 @@ CALLS = {
     "grow's tokens": lambda cache: cache.grow_to_capacity("9"),
     "tensors' layer": lambda cache: cache.tensors(0.0),
     "stats' resident": lambda cache: cache.stats(resident=1),
-    "plan_read's heads": lambda cache: cache.plan_read([], 2.0),
     "plan_read's queries": lambda cache: cache.plan_read([(cache.start().sequence, 1.0)]),
     "read_dense's plan": lambda cache: cache.read_dense(1, 0, 0),
     "read_dense's place": lambda cache: cache.read_dense(cache.plan_read([]), 0.0, 0),
@@ -153,6 +152,61 @@ CALLS = {
 def test_no_call_answers_with_a_bare_signature(call):
     with pytest.raises(TypeError, match=r"^\w+ is .*, of type \w+, allowed are .*"):
         call(pagedkv.Cache(**SHAPE))
+
+
+NONE = {
+    "start's name_space": ("name_space", lambda cache: cache.start([1], name_space=None)),
+    "start's reuse": ("reuse", lambda cache: cache.start([1], reuse=None)),
+    "start's store": ("store", lambda cache: cache.start([1], store=None)),
+    "fork's sequence": ("sequence", lambda cache: cache.fork(None)),
+    "truncate's sequence": ("sequence", lambda cache: cache.truncate(None, 1)),
+    "truncate's length": ("new_length", lambda cache: cache.truncate(cache.start().sequence, None)),
+    "length's sequence": ("sequence", lambda cache: cache.length(None)),
+    "release's sequence": ("sequence", lambda cache: cache.release(None)),
+    "blocks_held's group": ("group", lambda cache: cache.blocks_held(cache.start().sequence, None)),
+    "grow's tokens": ("tokens", lambda cache: cache.grow_to_capacity(None)),
+    "tensors' layer": ("layer", lambda cache: cache.tensors(None)),
+    "stats' resident": ("resident", lambda cache: cache.stats(None)),
+    "reserve's requests": ("requests", lambda cache: cache.reserve(None)),
+    "plan_read's requests": ("requests", lambda cache: cache.plan_read(None)),
+    "read_dense's plan": ("plan", lambda cache: cache.read_dense(None, 0, 0)),
+    "read_dense's place": ("place", lambda cache: cache.read_dense(cache.plan_read([]), None, 0)),
+    "read_dense's layer": ("layer", lambda cache: cache.read_dense(cache.plan_read([]), 0, None)),
+    "read_dense's first": ("first", lambda cache: cache.read_dense(cache.plan_read([]), 0, 0, None)),
+    "query_path's group": ("group", lambda cache: cache.query_path(None)),
+    "image_bytes' group": ("group", lambda cache: cache.image_bytes(None)),
+    "commit's all_or_none": ("all_or_none", lambda cache: cache.reserve([]).commit(all_or_none=None)),
+    "block_tables' group": ("group", lambda cache: cache.reserve([]).block_tables(None)),
+    "slot_mapping's group": ("group", lambda cache: cache.reserve([]).slot_mapping(None)),
+    "append's plan": ("plan", lambda cache: pagedkv.append(None, 0, None, None)),
+    "append's layer": ("layer", lambda cache: pagedkv.append(cache.reserve([]), None, None, None)),
+    "attend's plan": ("plan", lambda cache: pagedkv.attend(None, 0, None)),
+    "attend's layer": ("layer", lambda cache: pagedkv.attend(cache.reserve([]), None, None)),
+    "threads": ("num_threads", lambda cache: pagedkv.set_num_threads(None)),
+    "bytes_per_token's mode": ("kv_quant", lambda cache: pagedkv.bytes_per_token(None, 1, 8)),
+    "bytes_per_token's heads": ("num_kv_heads", lambda cache: pagedkv.bytes_per_token("q8", None, 8)),
+    "bytes_per_token's head_dim": ("head_dim", lambda cache: pagedkv.bytes_per_token("q8", 1, None)),
+    "quantize's mode": ("mode", lambda cache: pagedkv.quantize_symmetric(np.ones((1, 8), np.float32), None)),
+    "dequantize's head_dim": ("head_dim", lambda cache: pagedkv.dequantize_symmetric(np.ones((1, 8), np.int8), [1], None)),
+    "dequantize's mode": ("mode", lambda cache: pagedkv.dequantize_symmetric(np.ones((1, 8), np.int8), [1], 8, None)),
+    "Group's layers": ("layers", lambda cache: pagedkv.Group(layers=None, num_kv_heads=1, head_dim=8)),
+    "Group's heads": ("num_kv_heads", lambda cache: pagedkv.Group(layers=[0], num_kv_heads=None, head_dim=8)),
+    "PagedKVCache's block_size": ("block_size", lambda cache: pagedkv.PagedKVCache(block_size=None)),
+    "trim's n": ("n", lambda cache: pagedkv.PagedKVCache().trim(None)),
+}
+
+
+@pytest.mark.parametrize("name, call", NONE.values(), ids=NONE.keys())
+def test_a_none_is_named_like_any_other_value(name, call):
+    with pytest.raises(TypeError, match=rf"^{name} is None, allowed are .*"):
+        call(pagedkv.Cache(**SHAPE))
+
+
+def test_what_is_cut_off_is_whole():
+    for wrong in (1.9, "1", True):
+        with pytest.raises(TypeError, match=r"n is .*, of type \w+, allowed are integers"):
+            pagedkv.PagedKVCache().trim(wrong)
+    assert pagedkv.PagedKVCache().trim(np.int32(3)) == 0
 
 
 def test_pickle_says_why_not():

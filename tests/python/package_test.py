@@ -71,6 +71,38 @@ except ImportError as error:
     assert re.search("tools/setup.*pip install", out.stdout), out
 
 
+MISSING = "raise ModuleNotFoundError(\"No module named '{0}'\", name='{0}')"
+
+
+@pytest.mark.parametrize("module, stubs, text", [
+    ("pagedkv.torch", {"torch": MISSING}, r"torch needs torch 2.6 or later; here: no torch. .* \[torch\]"),
+    ("pagedkv.torch", {"torch": "__version__ = '2.5.1+cpu'"}, "here: torch 2.5.1"),
+    ("pagedkv.torch", {"torch": "import not_there"}, "here: torch is there and cannot be imported .*not_there"),
+    ("pagedkv.hf", {"torch": MISSING, "transformers": "__version__ = '5.24.0'"},
+     r"hf needs torch 2.6 or later and transformers 5.24 or later; here: no torch, transformers 5.24.0. .* \[hf\]"),
+    ("pagedkv.hf", {"torch": "__version__ = '2.10.0'", "transformers": "__version__ = '5.9.2'"},
+     "here: torch 2.10.0, transformers 5.9.2"),
+    ("pagedkv.hf", {"torch": "__version__ = '2.6.0'", "transformers": MISSING}, "here: torch 2.6.0, no transformers"),
+    ("pagedkv.hf", {"torch": "__version__ = '2.6.0'", "transformers": "__version__ = '4.57.1'"}, "transformers 4.57.1"),
+    ("pagedkv.mlx", {"mlx_lm": MISSING}, r"mlx needs mlx-lm 0.32 or later; here: no mlx-lm. .* \[mlx\]"),
+    ("pagedkv.mlx", {"mlx_lm": "__version__ = '0.31.3'"}, "here: mlx-lm 0.31.3"),
+    ("pagedkv.mlx", {"mlx_lm": "raise ImportError('libmlx.so: no such file')"}, r"cannot be imported \(libmlx.so"),
+])
+def test_a_framework_that_is_missing_or_old_is_named_with_what_is_needed(tmp_path, module, stubs, text):
+    for name, code in stubs.items():
+        (tmp_path / f"{name}.py").write_text(code.format(name))
+    out = python(f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import pagedkv
+try:
+    import {module}
+except ImportError as error:
+    print(error)
+""")
+    assert re.search(text, out.stdout), out
+
+
 def test_errors_are_of_the_classes_that_callers_catch():
     for error, standard in ((pagedkv.CapacityError, ValueError), (pagedkv.NotFiniteError, ValueError),
                             (pagedkv.StaleError, LookupError), (pagedkv.UnsupportedError, NotImplementedError),

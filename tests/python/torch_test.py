@@ -121,7 +121,8 @@ def test_operators_pass_torchs_own_checks(mode):
     pagedkv.torch.reshape_and_cache(key, value, k_cache, v_cache, slots, k_scales, v_scales)
     tables, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
     args = (torch.randn(1, 4, 32), k_cache, v_cache, tables, lengths, None, 0.2, k_scales, v_scales)
-    torch.library.opcheck(pagedkv.torch.paged_attention, args, test_utils=tests)
+    for operator in (torch.ops.pagedkv.paged_attention.default, torch.ops.pagedkv.paged_attention_lse.default):
+        torch.library.opcheck(operator, args, test_utils=tests)
     if mode in ("q8", "q4"):
         torch.library.opcheck(pagedkv.torch.quantize_symmetric, (key, mode), test_utils=tests)
         codes, scales = pagedkv.torch.quantize_symmetric(key, mode)
@@ -145,6 +146,72 @@ def test_a_layer_compiles_into_one_graph(backend):
     for position in range(3):
         args = x + position, torch.tensor([12 + position]), tables, torch.tensor([position + 1], dtype=torch.int32)
         torch.testing.assert_close(compiled(*args), layer(*args))
+
+
+LENGTHS, QUERIES = (9, 1, 17), (1, 1, 5)
+FORMS = {
+    "block_tables": dict(block_tables=torch.tensor([[2, 0, 5, -1, -1], [7, -1, -1, -1, -1], [1, 3, 4, 6, 8]], dtype=torch.int32),
+                         seq_lens=torch.tensor(LENGTHS, dtype=torch.int32)),
+    "indptr": dict(kv_indptr=torch.tensor([0, 3, 4, 9], dtype=torch.int32),
+                   kv_indices=torch.tensor([2, 0, 5, 7, 1, 3, 4, 6, 8], dtype=torch.int32),
+                   kv_last_page_len=torch.tensor([1, 1, 1], dtype=torch.int32)),
+}
+
+
+def a_filled_pool(mode, d_v):
+    """Block tensors with rows of LENGTHS where FORMS says, their scales, and the rows."""
+    (k_cache, _), (k_scales, v_scales) = a_pool(mode)
+    v_cache = a_pool(mode, d_v)[0][1]
+    blocks, rows = FORMS["indptr"]["kv_indices"], []
+    for n, first in zip(LENGTHS, FORMS["indptr"]["kv_indptr"].tolist()):
+        k, v = torch.randn(n, 2, 32), torch.randn(n, 2, d_v)
+        slots = torch.tensor([int(blocks[first + p // 4]) * 4 + p % 4 for p in range(n)])
+        pagedkv.torch.reshape_and_cache(k, v, k_cache, v_cache, slots, k_scales, v_scales)
+        rows.append((k, v))
+    return k_cache, v_cache, dict(key_scales=k_scales, value_scales=v_scales), rows
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode, d_v", [("f32", 32), ("f32", 16), ("bf16", 48), ("q8", 16), ("q4", 64)])
+def test_attention_in_every_form_agrees_with_double(mode, d_v, form):
+    k_cache, v_cache, scales, rows = a_filled_pool(mode, d_v)
+    q = torch.randn(sum(QUERIES), 4, 32)
+    starts = [0, 1, 2, 7]
+    options = FORMS[form] | scales | dict(cu_seqlens_q=torch.tensor(starts, dtype=torch.int32), head_dim_v=d_v, scale=0.3,
+                                          softcap=5.0, sliding_window=11)
+    out, lse = pagedkv.torch.paged_attention(q, k_cache, v_cache, return_lse=True, **options)
+    assert torch.equal(pagedkv.torch.paged_attention(q, k_cache, v_cache, **options), out)
+    for (k, v), a, b in zip(rows, starts, starts[1:]):
+        expected, expected_lse = oracle.attention(q[a:b].numpy(), oracle.stored(k.numpy(), mode),
+                                                  oracle.stored(v.numpy(), mode), scale=0.3, window=11, softcap=5.0)
+        tolerance = oracle.TOLERANCE[mode]
+        np.testing.assert_allclose(out[a:b], expected, rtol=0, atol=tolerance * np.abs(expected).max())
+        np.testing.assert_allclose(lse[a:b], expected_lse, rtol=0, atol=20 * tolerance)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_compiles_into_one_graph(form):
+    k_cache, v_cache, scales, _ = a_filled_pool("q8", 16)
+    options = FORMS[form] | scales | dict(head_dim_v=16)
+
+    def halves(q):
+        out, lse = pagedkv.torch.paged_attention(q * 2, k_cache, v_cache, return_lse=True, **options)
+        return pagedkv.torch.merge(out, lse, out, lse)[0] + pagedkv.torch.paged_attention(q, k_cache, v_cache, **options)
+
+    q = torch.randn(3, 4, 32)
+    torch.library.opcheck(torch.ops.pagedkv.paged_attention_lse.default, (q, k_cache, v_cache), options,
+                          test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+    torch.testing.assert_close(torch.compile(halves, backend="aot_eager", fullgraph=True)(q), halves(q))
+
+
+def test_half_a_form_is_refused_by_the_operators_as_by_the_function():
+    k_cache, v_cache, _, _ = a_filled_pool("f32", 32)
+    q = torch.randn(3, 4, 32)
+    for given, text in ((FORMS["indptr"] | FORMS["block_tables"], "either block_tables"), ({}, "either block_tables|missing"),
+                        (dict(kv_indptr=FORMS["indptr"]["kv_indptr"]), "go together"),
+                        (FORMS["indptr"] | dict(head_dim_v=16), "value_cache|values is")):
+        with pytest.raises(ValueError, match=text):
+            pagedkv.torch.paged_attention(q, k_cache, v_cache, **given)
 
 
 def test_a_backward_says_that_there_is_none():

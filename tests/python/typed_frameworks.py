@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import torch
+
 import pagedkv.hf
 import pagedkv.mlx
+import pagedkv.torch
 
 
 def transformers_cache(config: Any, model: Any, path: str) -> None:
@@ -23,3 +26,12 @@ def mlx_cache(model: Any, path: str) -> None:
         print(len(cache))
     pagedkv.mlx.save(path, cache, {"model": "name"})
     print(len(pagedkv.mlx.load(path, model)))
+
+
+def torch_operators(query: torch.Tensor, blocks: torch.Tensor, tables: torch.Tensor) -> None:
+    pagedkv.torch.reshape_and_cache(query, query, blocks, blocks, tables)
+    out, lse = pagedkv.torch.paged_attention(query, blocks, blocks, kv_indptr=tables, kv_indices=tables,
+                                             kv_last_page_len=tables, head_dim_v=64, return_lse=True)
+    merged, _ = pagedkv.torch.merge(out, lse, out, lse)
+    codes, scales = pagedkv.torch.quantize_symmetric(merged, "q8")
+    print(pagedkv.torch.dequantize_symmetric(codes, scales, 64, "q8").shape)

@@ -22,6 +22,7 @@ print(cache.length(twin), cache.blocks_held(twin), cache.capacity, cache.stats()
 keys, values = cache.read_dense(cache.plan_read([(twin, 1)]), 0, 0)
 tensors = cache.tensors(0)
 view = np.from_dlpack(tensors.k)
+np.asarray(tensors.k)[0] = 0
 cache.release(twin)
 try:
     cache.reserve([(sequence, 10**9)])

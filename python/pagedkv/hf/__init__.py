@@ -22,6 +22,10 @@ because only their mask, which the cache never sees, tells it from the rest.
 Written for transformers 5.24.
 """
 
+from .._versions import need
+
+need("pagedkv.hf", "hf", torch="2.6", transformers="5.24")
+
 from .attention import attention, padding_mask
 from .cache import PagedCache
 from .layer import PagedLayer

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 import pagedkv
 
 from .. import _core
+from .._frameworks import whole
 from ..quant import PagedKVQuantConfig
 from . import saved
 from .layer import NoLayer, PagedLayer
@@ -206,7 +207,8 @@ class PagedCache(Cache):
             else:
                 out = step.columns(pagedkv.attend(step.plan, layer, step.tokens(query), scale=scaling,
                                                   softcap=softcap or 0.0, sinks=sinks))
-            step.attended.add(layer_idx)
+            # A layer that a model runs several times, each time with rows of their own, counts as each of these.
+            step.attended.add(layer if layer_idx in self._shapes else layer_idx)
             self._finish_if_complete(step, step.attended >= self._attending)
         except BaseException:
             self._abandon()
@@ -373,7 +375,7 @@ class PagedCache(Cache):
         Errors: ValueError (positive, as in DynamicCache; more than there is; behind what a window still holds): the
         cache is then unchanged.
         """
-        n = -int(tokens_to_remove)
+        n = -whole("tokens_to_remove", tokens_to_remove)
         if n < 0:
             raise ValueError(f"[crop] {tokens_to_remove} is above 0: pass the columns to remove as a negative number")
         if n > self.get_seq_length():

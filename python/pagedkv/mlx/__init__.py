@@ -19,6 +19,10 @@ Written for mlx-lm 0.32 on the CPU.
 
 import warnings
 
+from .._versions import need
+
+need("pagedkv.mlx", "mlx", mlx_lm="0.32")
+
 import mlx_lm
 
 from .attention import patch_attention, scaled_dot_product_attention, unpatch_attention
