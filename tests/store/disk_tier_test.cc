@@ -242,7 +242,7 @@ TEST(DiskTier, AKillAtAnyMomentLosesNothingThatWasAcknowledged) {
       auto tier = open_disk_tier(folder.options(256 * kMiB));
       if (!tier.ok()) _exit(1);
       for (uint32_t i = first;; ++i) {
-        if (put(**tier, Sample(i, 0, 30000)) != TierOutcome::kDone) _exit(2);
+        if (put(**tier, Sample(i, 0, 4000)) != TierOutcome::kDone) _exit(2);
         if (i % 16 == 0) (*tier)->tick();
         if (write(ends[1], &i, sizeof i) != sizeof i) _exit(3);
       }
@@ -262,7 +262,7 @@ TEST(DiskTier, AKillAtAnyMomentLosesNothingThatWasAcknowledged) {
   }
   const auto tier = folder.open(256 * kMiB);
   for (const uint32_t number : acknowledged)
-    EXPECT_EQ(get(*tier, Sample(number, 0, 30000)), TierOutcome::kDone) << number;
+    EXPECT_EQ(get(*tier, Sample(number, 0, 4000)), TierOutcome::kDone) << number;
 }
 
 // A disk that answers as it is told to.
