@@ -115,10 +115,8 @@ int64_t CacheCore::end_restore(const Restore& restore, std::span<const int32_t> 
   // Behind a window entries have no blocks, and stand for what comes after them: if nothing does, they go.
   index_.remove_if_unused(parent);
   // The end of the chain first, so that it makes room first.
-  for (auto place = restore.places.rbegin(); place != restore.places.rend(); ++place)
-    drop_outside(place->group, place->block);
-  for (auto place = restore.kept.rbegin(); place != restore.kept.rend(); ++place)
-    drop_outside(place->group, place->block);
+  for (const auto* places : {&restore.places, &restore.kept})
+    for (size_t i = places->size(); i-- > 0;) drop_outside((*places)[i].group, (*places)[i].block);
   PrefixMatch now{.name_space = match.name_space, .keys = match.keys};
   look_up(prompt, now);
   index_.unpin(root);

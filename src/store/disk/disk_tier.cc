@@ -93,7 +93,7 @@ Status DiskTier::open_all() {
 Status DiskTier::open_index() {
   auto index = BlockIndex::open(directory_.index_path(), true);
   if (!index.ok()) {
-    const Status why = index.status();
+    Status why = index.status();
     if (why.code() != Code::kCorrupt) return why;
     notice(str(why.message(), "; ", directory_.index_path(), " is made again from the images"));
     for (const char* suffix : {"", "-wal", "-shm", "-journal"}) files_.unlink(directory_.index_path() + suffix);
@@ -309,7 +309,7 @@ void DiskTier::forget(const IndexRow& row, Lock& lock) {
   const HeldSlot slot = chunks_.hold(row.place, true);
   chunks_.give(row.place);
   lock.unlock();
-  const std::vector<std::byte> zeros(size_t(Chunks::kPage));
+  const std::vector<std::byte> zeros(static_cast<size_t>(Chunks::kPage));
   files_.write(slot.file, zeros, slot.offset);
   lock.lock();
   chunks_.let_go(row.place);
