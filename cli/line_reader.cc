@@ -18,8 +18,8 @@ namespace {
 
 constexpr int kHistoryLines = 1000;
 
-// Whether a byte of stdin came before Ctrl-C, which leaves EINTR in errno. libedit's own waiting misses a Ctrl-C that
-// comes while it draws.
+// Whether a byte of stdin came before Ctrl-C, which leaves EINTR in errno. libedit's own waiting misses a Ctrl-C
+// that comes while it draws.
 bool wait_for_byte() {
   pollfd events[] = {{.fd = STDIN_FILENO, .events = POLLIN, .revents = 0},
                      {.fd = interrupt_event(), .events = POLLIN, .revents = 0}};

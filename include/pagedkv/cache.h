@@ -47,6 +47,8 @@ struct CacheOptions {
   ArenaOrder arena = ArenaOrder::kBlockMajor;
   // Give finished blocks keys, so that later prompts with the same prefix reuse them.
   bool prefix_sharing = true;
+  // Blocks that may wait to be put into a tier (Cache::take_keyed); further ones are passed over, and counted.
+  int64_t most_keyed = 0;
   // What else makes K and V differ: model, adapter, RoPE setting, products of matrices. Part of every key.
   std::string fingerprint;
   // How quantized formats are multiplied. Part of every key: deeper layers' K and V depend on it.
@@ -85,6 +87,26 @@ struct StepRequest {
 struct ReadRequest {
   SequenceId sequence;
   Tokens n_queries{1};
+};
+
+// A full block of a chain that got its key: it never changes from then on.
+struct KeyedBlock {
+  int group = 0;
+  BlockId block{};
+  uint32_t depth = 0;  // blocks before it in its chain
+  PrefixKey key{}, parent{};
+  std::vector<int32_t> tokens = {};
+};
+
+// Blocks of a prompt that a tier's images are written into (see Cache::begin_restore).
+struct Restore {
+  struct Place {
+    int group = 0;
+    BlockId block{};
+    int64_t index = 0;  // of the prompt's blocks
+  };
+  std::vector<Place> places = {};  // to be filled
+  std::vector<Place> kept = {};    // there already: they must not make room for the others
 };
 
 // One group's integer arrays of a step, read-only. Names and shapes are those of vLLM's metadata.
@@ -158,6 +180,27 @@ class PKV_API Cache {
   // Keeps what is committed now until the cache ends, so that views of it can be read at any time. Returns the
   // blocks of `group` that such a view may touch: ids below that number. Errors: kCapacity.
   Result<Blocks> keep_committed(int group);
+
+  // --- tiers -----------------------------------------------------------------------------------------------
+  // The blocks that got a key since the last call, in the order in which they did. Each stays, whoever else lets it
+  // go, until let_go.
+  std::vector<KeyedBlock> take_keyed();
+  // The key above a first block's.
+  PrefixKey root(std::string_view name_space = {}) const;
+  // Errors: kInvalidArgument when it is not held so.
+  Status let_go(const KeyedBlock& block);
+  // A block's image, image_bytes(group) long. Any thread, while the block is held by take_keyed or by a Restore.
+  void read_image(int group, BlockId block, std::span<std::byte> image) const;
+  void write_image(int group, BlockId block, std::span<const std::byte> image);
+  // Takes what the first `n` blocks of a prompt lack in the pool: every block of full attention, and those that a
+  // window's end needs. Errors: kInvalidArgument (more than the match has keys), kCapacity, kNoMemory: nothing
+  // changed.
+  Result<Restore> begin_restore(std::span<const int32_t> prompt, const PrefixMatch& match, Blocks n);
+  // Those that were filled become cached blocks, as far as the chain reaches without a gap; the others go back.
+  //   filled  [restore.places]
+  // Returns the prompt's leading tokens that are cached then.
+  Tokens end_restore(Restore&& restore, std::span<const int32_t> prompt, const PrefixMatch& match,
+                     const std::vector<bool>& filled);
 
   // --- one step --------------------------------------------------------------------------------------------
   // Takes the blocks for all requests, in all groups, or changes nothing. A block that is shared or keyed is

@@ -34,7 +34,8 @@ struct Stats {
   int64_t growth_bytes_copied = 0;  // always 0: growth maps memory, it never moves any
   int64_t shrink_events = 0;
   int64_t evictions = 0;
-  int64_t copies = 0;  // copy-on-write orders carried out
+  int64_t copies = 0;             // copy-on-write orders carried out
+  int64_t keyed_passed_over = 0;  // blocks that no tier heard of: CacheOptions::most_keyed were waiting
   int64_t quarantined_blocks = 0;
 
   // Kernels.

@@ -62,6 +62,7 @@ Stats Cache::stats(bool resident) const {
   s.sequences = figures.sequences;
   s.tokens = figures.tokens;
   s.copies = figures.copies;
+  s.keyed_passed_over = figures.keyed_passed_over;
   s.hit_tokens = figures.tokens_by_reason[size_t(PrefixReason::kHit)];
   for (int reason = 0; reason < kPrefixReasons; ++reason) {
     const int64_t tokens = figures.tokens_by_reason[size_t(reason)];

@@ -200,6 +200,7 @@ Status Cache::Impl::open_core() {
   core = std::make_unique<CacheCore>(CacheCore::Options{.block_size = options.block_size.n,
                                                         .max_context = options.max_context.n,
                                                         .prefix_sharing = options.prefix_sharing,
+                                                        .most_keyed = options.most_keyed,
                                                         .descriptor = descriptor},
                                      groups);
   const Status opened = core->open();

@@ -51,6 +51,7 @@ std::string to_json(const Stats& s) {
   field("shrink_events", number(s.shrink_events));
   field("evictions", number(s.evictions));
   field("copies", number(s.copies));
+  field("keyed_passed_over", number(s.keyed_passed_over));
   field("quarantined_blocks", number(s.quarantined_blocks));
   field("dense_materializations", number(s.dense_materializations));
   field("dequantized_rows", number(s.dequantized_rows));

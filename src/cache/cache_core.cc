@@ -17,6 +17,7 @@ CacheCore::CacheCore(const Options& options, const std::vector<Group>& groups)
                                     [this, g](uint32_t entry, BlockId) { index_.forget_block(entry, int(g)); }));
     windows_.push_back(groups[g].sliding_window);
   }
+  outside_.resize(groups.size());
   const auto full = std::ranges::find(windows_, 0);
   main_group_ = full == windows_.end() ? 0 : int(full - windows_.begin());
 }

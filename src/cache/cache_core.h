@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -33,11 +34,13 @@ class CacheCore {
     int64_t block_size = 16;
     int64_t max_context = 0;  // 0: no bound
     bool prefix_sharing = true;
+    int64_t most_keyed = 0;
     Key descriptor{};  // of what makes K and V of equal tokens differ
     PrefixIndex::HashFunction hash = &chain_key;
   };
   struct Figures {
     int64_t sequences = 0, tokens = 0, copies = 0;
+    int64_t keyed_passed_over = 0;  // blocks that were not listed, because most_keyed were waiting
     std::array<int64_t, kPrefixReasons> tokens_by_reason{};  // [kHit]: reused; others: not reused, and why
   };
 
@@ -45,6 +48,7 @@ class CacheCore {
   // Commits every group's floor. Errors: those of the sources.
   Status open();
 
+  Key root_of(std::string_view name_space) const { return root_key(options_.descriptor, name_space); }
   // The keys of a prompt's full blocks, of which `known` are the first.
   std::vector<Key> hash_prompt(std::span<const int32_t> prompt, std::string_view name_space,
                                std::vector<Key> known = {}) const;
@@ -67,6 +71,13 @@ class CacheCore {
   Status raise_floor(int64_t blocks);
   // The group's floor becomes all that has memory now (holes are filled).
   Status keep_committed(int group);
+
+  // cache_tiers.cc. `prompt` and `keys` as for start().
+  std::vector<KeyedBlock> take_keyed();
+  Status let_go(int group, BlockId block);
+  Result<Restore> begin_restore(std::span<const int32_t> prompt, const PrefixMatch& match, int64_t n);
+  int64_t end_restore(const Restore& restore, std::span<const int32_t> prompt, const PrefixMatch& match,
+                      const std::vector<bool>& filled);
 
   // Fills `out` for these requests, or changes nothing.
   Status reserve(std::span<const StepRequest> requests, StepArrays& out);
@@ -140,6 +151,9 @@ class CacheCore {
   void give_back_behind_window(Sequence& s);
   Key next_key(const Sequence& s, std::span<const int32_t> tokens) const;
   void index_full_blocks(Sequence& s);
+  void list_keyed(int group, BlockId block, uint32_t entry, int64_t depth);
+  void hold_outside(int group, BlockId block);
+  void drop_outside(int group, BlockId block);
   void sync_open_entry(Sequence& s);
   void drop_open_entry(Sequence& s);
   void keep_tail_as_partial(Sequence& s);
@@ -160,6 +174,8 @@ class CacheCore {
   uint64_t last_step_ = 0;
   uint64_t last_version_ = 0;
   Figures figures_;
+  std::vector<KeyedBlock> keyed_;                     // not taken yet
+  std::vector<std::map<BlockId, uint32_t>> outside_;  // per group: holders that are no sequences
 };
 
 }  // namespace pagedkv

@@ -319,6 +319,7 @@ void CacheCore::index_full_blocks(Sequence& s) {
         continue;
       index_.set_block(entry, g, block);
       pools_[size_t(g)]->set_entry(block, entry);
+      list_keyed(g, block, entry, s.node_blocks);
     }
     index_.pin(entry);
     index_.unpin(s.node);

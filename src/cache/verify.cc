@@ -25,6 +25,7 @@ void CacheCore::verify_tables(const Problem& problem) const {
   for (int g = 0; g < n_groups(); ++g) {
     const BlockPool& pool = *pools_[size_t(g)];
     std::vector<uint32_t> holders(size_t(pool.end_id()));
+    for (const auto& [block, n] : outside_[size_t(g)]) holders[size_t(block)] += n;
     for (const Sequence& s : sequences_) {
       if (!s.live) continue;
       const Table& table = s.tables[size_t(g)];

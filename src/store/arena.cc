@@ -135,6 +135,24 @@ void Arena::copy(uint32_t source, uint32_t destination) {
   }
 }
 
+void Arena::read_image(uint32_t block, std::span<std::byte> image) const {
+  size_t at = 0;
+  for (const Region& region : regions_) {
+    const auto bytes = size_t(region.spec.block_bytes);
+    std::memcpy(image.data() + at, region.range.data() + bytes * block, bytes);
+    at += bytes;
+  }
+}
+
+void Arena::write_image(uint32_t block, std::span<const std::byte> image) {
+  size_t at = 0;
+  for (const Region& region : regions_) {
+    const auto bytes = size_t(region.spec.block_bytes);
+    std::memcpy(region.range.data() + bytes * block, image.data() + at, bytes);
+    at += bytes;
+  }
+}
+
 LayerTensors Arena::tensors(int layer_in_group, int64_t num_blocks) const {
   const LayerPlanes& planes = layout_.layers[size_t(layer_in_group)];
   const LayerShape& shape = layout_.shape;

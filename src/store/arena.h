@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "device/host_memory.h"
@@ -44,6 +45,10 @@ class Arena {
 
   // Copies one block's image.
   void copy(uint32_t source, uint32_t destination);
+
+  // One block's image, region by region: layout().image_bytes. Any thread, while nobody else writes it.
+  void read_image(uint32_t block, std::span<std::byte> image) const;
+  void write_image(uint32_t block, std::span<const std::byte> image);
 
   std::byte* address(const Plane& plane) const {
     return regions_[size_t(plane.region)].range.data() + plane.offset;

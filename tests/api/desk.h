@@ -25,6 +25,7 @@ struct DeskOptions {
   int layers = 2;
   int64_t block_size = 16, num_blocks = 64;
   bool dynamic = true, sharing = true;
+  int64_t most_keyed = 0;
   ArenaOrder arena = ArenaOrder::kBlockMajor;
   QueryPath query_path = QueryPath::kAuto;
   std::string isa;
@@ -48,6 +49,7 @@ class Desk {
                                .max_sequences = 8,
                                .arena = o.arena,
                                .prefix_sharing = o.sharing,
+                               .most_keyed = o.most_keyed,
                                .query_path = o.query_path,
                                .isa = o.isa});
     EXPECT_TRUE(made.ok()) << made.status().message();

@@ -1,5 +1,6 @@
 // A million random operations against a naive map of tokens, with every invariant checked after each.
 
+#include <algorithm>
 #include <random>
 
 #include "tests/cache/world.h"
@@ -27,6 +28,9 @@ class RandomWorld {
       world_.expect_sound();
     }
     for (const auto& [name, id] : std::map(world_.ids)) world_.close(name);
+    while (!restores_.empty()) end_restore();
+    for (const KeyedBlock& block : world_.core->take_keyed()) kept_.push_back(block);
+    while (!kept_.empty()) let_go();
     world_.core->clear_cached();
     world_.expect_sound();
     for (int g = 0; g < world_.core->n_groups(); ++g) EXPECT_EQ(world_.counts(g).free, world_.counts(g).total);
@@ -34,6 +38,9 @@ class RandomWorld {
     EXPECT_GT(hits_, operations / 100);
     EXPECT_GT(refused_, operations / 1000);
     EXPECT_GT(stale_, operations / 1000);
+    if (world_.options().most_keyed > 0) {
+      EXPECT_GT(restored_, operations / 1000);
+    }
   }
 
  private:
@@ -52,6 +59,7 @@ class RandomWorld {
 
   void one() {
     const int choice = below(100);
+    if (world_.options().most_keyed > 0 && below(6) == 0) return tier();
     if (world_.ids.empty() || (choice < 18 && world_.ids.size() < 8)) return start();
     const std::string name = any();
     const int64_t length = int64_t(world_.history[name].size());
@@ -131,6 +139,66 @@ class RandomWorld {
     if (!world_.append(name, rest).ok()) ++refused_;
   }
 
+  // Blocks that got keys go into a store and come back from it, while all else goes on.
+  void tier() {
+    const int choice = below(10);
+    if (choice < 4) {
+      for (const KeyedBlock& block : world_.core->take_keyed()) {
+        store_[{block.group, block.key.bytes}] = world_.image(block.group, block.block);
+        kept_.push_back(block);
+      }
+    } else if (choice < 6 && !kept_.empty()) {
+      let_go();
+    } else if (choice < 8) {
+      begin_restore();
+    } else if (!restores_.empty()) {
+      end_restore();
+    }
+  }
+  void let_go() {
+    std::swap(kept_[size_t(below(int(kept_.size())))], kept_.back());
+    ASSERT_TRUE(world_.core->let_go(kept_.back().group, kept_.back().block).ok());
+    kept_.pop_back();
+  }
+  void begin_restore() {
+    if (restores_.size() > 2) return;
+    Restoring one{.prompt = some_tokens(4 + below(17))};
+    one.match.keys = world_.core->hash_prompt(one.prompt, "");
+    int64_t n = 0;  // blocks whose full group the store has
+    while (n < std::ssize(one.match.keys) && store_.contains({0, one.match.keys[size_t(n)].bytes})) ++n;
+    auto begun = world_.core->begin_restore(one.prompt, one.match, n);
+    if (!begun.ok()) {
+      ++refused_;
+      return;
+    }
+    one.restore = std::move(*begun);
+    for (const Restore::Place& place : one.restore.places) {
+      const auto found = store_.find({place.group, one.match.keys[size_t(place.index)].bytes});
+      const bool fill = found != store_.end() && below(10) != 0;
+      if (fill) world_.set_image(place.group, place.block, found->second);
+      one.filled.push_back(fill);
+    }
+    restores_.push_back(std::move(one));
+  }
+  void end_restore() {
+    const Restoring one = std::move(restores_.back());
+    restores_.pop_back();
+    const int64_t cached = world_.core->end_restore(one.restore, one.prompt, one.match, one.filled);
+    restored_ += cached > 0 && !one.restore.places.empty();
+    PrefixMatch now{.keys = one.match.keys};
+    world_.core->look_up(one.prompt, now);
+    ASSERT_EQ(now.cached.n, cached);
+    const bool whole = std::ranges::count(one.filled, false) == 0;
+    const int64_t most = (std::ssize(one.prompt) - 1) / world_.options().block_size * world_.options().block_size;
+    int64_t n = 0;
+    for (const Restore::Place& place : one.restore.places) n = std::max(n, place.index + 1);
+    if (whole) {
+      ASSERT_GE(cached, std::min(most, n * world_.options().block_size))
+          << one.restore.places.size() << " places, " << one.restore.kept.size() << " kept, prompt "
+          << one.prompt.size() << " first " << one.restore.places[0].index;
+    }
+  }
+
   // Several sequences in one step, of which some may leave in the middle.
   void batch() {
     std::vector<std::pair<std::string, std::vector<int32_t>>> requests;
@@ -183,6 +251,16 @@ class RandomWorld {
     std::vector<int32_t> history;
   };
   std::vector<Reading> reads_;
+  struct Restoring {
+    std::vector<int32_t> prompt;
+    PrefixMatch match = {};
+    Restore restore = {};
+    std::vector<bool> filled = {};
+  };
+  std::map<std::pair<int, std::array<uint8_t, 32>>, std::vector<uint64_t>> store_;
+  std::vector<KeyedBlock> kept_;
+  std::vector<Restoring> restores_;
+  int64_t restored_ = 0;
 };
 
 const WorldOptions kFull{.blocks = 40, .block_size = 4, .windows = {0}, .floor = 4, .extent = 3};
@@ -200,6 +278,18 @@ TEST(Model, WindowsOfAnyWidthStayInStep) {
     RandomWorld({.blocks = 40, .block_size = 4, .windows = {0, window}, .floor = 4, .extent = 3},
                 uint32_t(100 + window), window % 2 == 0)
         .run(kOperations / 40);
+}
+TEST(Model, BlocksThatGoToAStoreAndComeBackStayInStep) {
+  WorldOptions options = kFull;
+  options.most_keyed = 5;
+  RandomWorld(options, 7, false).run(kOperations / 4);
+  RandomWorld(options, 8, true).run(kOperations / 8);
+  for (int64_t window : {1, 3, 6, 9}) {
+    options = kMixed;
+    options.windows = {0, window};
+    options.most_keyed = 9;
+    RandomWorld(options, uint32_t(200 + window), window == 3).run(kOperations / 16);
+  }
 }
 TEST(Model, WindowsOnlyOrBlocksOfOneTokenWorkToo) {
   RandomWorld({.blocks = 14, .block_size = 4, .windows = {6}, .floor = 1, .extent = 2}, 5, false)

@@ -67,6 +67,7 @@ struct WorldOptions {
   int64_t floor = -1;                  // -1: all blocks from the start
   int64_t extent = 1;
   bool sharing = true;
+  int64_t most_keyed = 0;
   PrefixIndex::HashFunction hash = &chain_key;
 };
 
@@ -90,10 +91,11 @@ class World {
                         .sliding_window = window,
                         .source = sources_.back().get()});
     }
-    core = std::make_unique<CacheCore>(
-        CacheCore::Options{
-            .block_size = options.block_size, .prefix_sharing = options.sharing, .hash = options.hash},
-        groups);
+    core = std::make_unique<CacheCore>(CacheCore::Options{.block_size = options.block_size,
+                                                          .prefix_sharing = options.sharing,
+                                                          .most_keyed = options.most_keyed,
+                                                          .hash = options.hash},
+                                       groups);
     EXPECT_TRUE(core->open().ok());
   }
 
@@ -211,6 +213,17 @@ class World {
             << "a plan reads foreign content at position " << p << " in group " << g;
       }
     }
+  }
+  const WorldOptions& options() const { return options_; }
+  std::vector<uint64_t> image(int group, BlockId block) {
+    std::vector<uint64_t> out;
+    for (int64_t i = 0; i < options_.block_size; ++i)
+      out.push_back(sources_[size_t(group)]->at(int64_t(block) * options_.block_size + i));
+    return out;
+  }
+  void set_image(int group, BlockId block, const std::vector<uint64_t>& image) {
+    for (int64_t i = 0; i < options_.block_size; ++i)
+      sources_[size_t(group)]->at(int64_t(block) * options_.block_size + i) = image[size_t(i)];
   }
   void expect_sound() {
     const Status status = core->verify();
