@@ -98,7 +98,7 @@ Status BlockIndex::error(const char* what) const {
   return Status(kind, str("[disk] index: ", what, ": ", sqlite3_errmsg(database_)));
 }
 
-Status BlockIndex::run(const char* sql) {
+Status BlockIndex::execute(const char* sql) {
   return sqlite3_exec(database_, sql, nullptr, nullptr, nullptr) == SQLITE_OK ? Status() : error(sql);
 }
 
@@ -110,7 +110,7 @@ Result<std::unique_ptr<BlockIndex>> BlockIndex::open(const std::string& path, bo
   const int opened = sqlite3_open_v2(path.c_str(), &database, SQLITE_OPEN_READWRITE | SQLITE_OPEN_NOMUTEX, nullptr);
   std::unique_ptr<BlockIndex> index(new BlockIndex(database));
   if (opened != SQLITE_OK) return index->error("open");
-  if (Status status = index->run(kPragmas); !status.ok()) return status;
+  if (Status status = index->execute(kPragmas); !status.ok()) return status;
   int version = -1;
   const auto one_number = [](void* to, int, char** values, char**) {
     *static_cast<int*>(to) = values[0] != nullptr ? std::atoi(values[0]) : -1;
@@ -131,8 +131,8 @@ Result<std::unique_ptr<BlockIndex>> BlockIndex::open(const std::string& path, bo
       return index->error("check");
     if (verdict != "ok") return Status(Code::kCorrupt, "[disk] index: " + verdict);
   }
-  if (Status status = index->run(kTables); !status.ok()) return status;
-  if (Status status = index->run(str("PRAGMA user_version=", kSchema).c_str()); !status.ok()) return status;
+  if (Status status = index->execute(kTables); !status.ok()) return status;
+  if (Status status = index->execute(str("PRAGMA user_version=", kSchema).c_str()); !status.ok()) return status;
   index->statements_.resize(kWhiches);
   return index;
 }
@@ -147,138 +147,96 @@ Result<sqlite3_stmt*> BlockIndex::prepared(int which) {
   if (statement == nullptr && sqlite3_prepare_v3(database_, kSql[size_t(which)], -1, SQLITE_PREPARE_PERSISTENT,
                                                  &statement, nullptr) != SQLITE_OK)
     return error("prepare");
-  sqlite3_reset(statement);
-  sqlite3_clear_bindings(statement);
   return statement;
 }
 
-Status BlockIndex::step_to_end(sqlite3_stmt* statement) {
-  const int result = sqlite3_step(statement);
-  Status status = result == SQLITE_DONE ? Status() : error("change");
+// Steps a statement that is bound to its end, and leaves it ready for the next time.
+Status BlockIndex::run(sqlite3_stmt* statement, const std::function<void(sqlite3_stmt*)>& row) {
+  int result = 0;
+  while ((result = sqlite3_step(statement)) == SQLITE_ROW) row(statement);
+  Status status = result == SQLITE_DONE ? Status() : error(sqlite3_sql(statement));
   sqlite3_reset(statement);
   return status;
 }
 
+template <class... Values>
+Result<sqlite3_stmt*> BlockIndex::bound(int which, const Values&... values) {
+  auto statement = prepared(which);
+  int at = 0;
+  if (statement.ok()) (bind(*statement, ++at, values), ...);
+  return statement;
+}
+
+template <class... Values>
+Status BlockIndex::change(int which, const Values&... values) {
+  const auto statement = bound(which, values...);
+  return statement.ok() ? run(*statement, [](sqlite3_stmt*) {}) : statement.status();
+}
+
+template <class... Values>
+Result<std::vector<IndexRow>> BlockIndex::select(int which, const Values&... values) {
+  const auto statement = bound(which, values...);
+  if (!statement.ok()) return statement.status();
+  std::vector<IndexRow> out;
+  Status status = run(*statement, [&](sqlite3_stmt* s) { out.push_back(row_at(s)); });
+  if (!status.ok()) return status;
+  return out;
+}
+
 namespace {
 
-// All rows of a statement that is bound. False: an error ended it.
-bool read_rows(sqlite3_stmt* statement, const std::function<void(const IndexRow&)>& row) {
-  int result = 0;
-  while ((result = sqlite3_step(statement)) == SQLITE_ROW) row(row_at(statement));
-  return result == SQLITE_DONE;
+Result<std::optional<IndexRow>> first_of(Result<std::vector<IndexRow>> rows) {
+  if (!rows.ok()) return rows.status();
+  return rows->empty() ? std::nullopt : std::optional(rows->front());
 }
 
 }  // namespace
 
 Result<std::optional<IndexRow>> BlockIndex::find(const PrefixKey& key, uint32_t group) {
-  auto statement = prepared(kFind);
-  if (!statement.ok()) return statement.status();
-  bind(*statement, 1, key);
-  bind(*statement, 2, int64_t(group));
-  std::optional<IndexRow> found;
-  const bool read = read_rows(*statement, [&](const IndexRow& row) { found = row; });
-  if (!read) return error("find");
-  sqlite3_reset(*statement);
-  return found;
+  return first_of(select(kFind, key, int64_t(group)));
 }
 
 Status BlockIndex::insert(const IndexRow& row) {
-  auto statement = prepared(kInsert);
-  if (!statement.ok()) return statement.status();
-  bind(*statement, 1, row.key);
-  bind(*statement, 2, row.parent);
-  int at = 3;
-  for (const int64_t number : {int64_t(row.group), int64_t(row.depth), row.place.chunk, row.place.slot,
-                               row.slot_bytes, row.image_bytes, row.used, row.expires})
-    bind(*statement, at++, number);
-  return step_to_end(*statement);
+  return change(kInsert, row.key, row.parent, int64_t(row.group), int64_t(row.depth), row.place.chunk,
+                row.place.slot, row.slot_bytes, row.image_bytes, row.used, row.expires);
 }
 
-Status BlockIndex::erase(int64_t id) {
-  auto statement = prepared(kErase);
-  if (!statement.ok()) return statement.status();
-  bind(*statement, 1, id);
-  return step_to_end(*statement);
-}
-
-Status BlockIndex::erase_chunk(int64_t chunk) {
-  auto statement = prepared(kEraseChunk);
-  if (!statement.ok()) return statement.status();
-  bind(*statement, 1, chunk);
-  return step_to_end(*statement);
-}
-
-Status BlockIndex::touch_chain(const PrefixKey& last, int64_t now) {
-  auto statement = prepared(kTouch);
-  if (!statement.ok()) return statement.status();
-  bind(*statement, 1, last);
-  bind(*statement, 2, now);
-  return step_to_end(*statement);
-}
+Status BlockIndex::erase(int64_t id) { return change(kErase, id); }
+Status BlockIndex::erase_chunk(int64_t chunk) { return change(kEraseChunk, chunk); }
+Status BlockIndex::touch_chain(const PrefixKey& last, int64_t now) { return change(kTouch, last, now); }
 
 Result<std::optional<IndexRow>> BlockIndex::coldest(int64_t slot_bytes) {
-  auto statement = prepared(kColdest);
-  if (!statement.ok()) return statement.status();
-  bind(*statement, 1, slot_bytes);
-  std::optional<IndexRow> found;
-  const bool read = read_rows(*statement, [&](const IndexRow& row) { found = row; });
-  if (!read) return error("coldest");
-  sqlite3_reset(*statement);
-  return found;
+  return first_of(select(kColdest, slot_bytes));
 }
 
 Result<bool> BlockIndex::is_empty() {
-  auto statement = prepared(kAny);
-  if (!statement.ok()) return statement.status();
-  bool empty = true;
-  if (!read_rows(*statement, [&](const IndexRow&) { empty = false; })) return error("read");
-  sqlite3_reset(*statement);
-  return empty;
+  const auto any = select(kAny);
+  if (!any.ok()) return any.status();
+  return any->empty();
 }
 
 Result<std::vector<BlockIndex::ChunkUse>> BlockIndex::chunks_by_use() {
-  auto statement = prepared(kChunks);
+  const auto statement = bound(kChunks);
   if (!statement.ok()) return statement.status();
   std::vector<ChunkUse> out;
-  int result = 0;
-  while ((result = sqlite3_step(*statement)) == SQLITE_ROW)
-    out.push_back({sqlite3_column_int64(*statement, 0), sqlite3_column_int64(*statement, 1),
-                   sqlite3_column_int64(*statement, 2), sqlite3_column_int64(*statement, 3)});
-  if (result != SQLITE_DONE) return error("chunks");
-  sqlite3_reset(*statement);
+  Status status = run(*statement, [&](sqlite3_stmt* s) {
+    out.push_back({sqlite3_column_int64(s, 0), sqlite3_column_int64(s, 1), sqlite3_column_int64(s, 2),
+                   sqlite3_column_int64(s, 3)});
+  });
+  if (!status.ok()) return status;
   return out;
 }
 
-Result<std::vector<IndexRow>> BlockIndex::expired(int64_t now, int64_t most) {
-  auto statement = prepared(kExpired);
-  if (!statement.ok()) return statement.status();
-  bind(*statement, 1, now);
-  bind(*statement, 2, most);
-  std::vector<IndexRow> out;
-  if (!read_rows(*statement, [&](const IndexRow& row) { out.push_back(row); })) return error("expired");
-  return out;
-}
-
-Result<std::vector<IndexRow>> BlockIndex::rows_of(const PrefixKey& key) {
-  auto statement = prepared(kOfKey);
-  if (!statement.ok()) return statement.status();
-  bind(*statement, 1, key);
-  std::vector<IndexRow> out;
-  if (!read_rows(*statement, [&](const IndexRow& row) { out.push_back(row); })) return error("rows");
-  return out;
-}
+Result<std::vector<IndexRow>> BlockIndex::expired(int64_t now, int64_t most) { return select(kExpired, now, most); }
+Result<std::vector<IndexRow>> BlockIndex::rows_of(const PrefixKey& key) { return select(kOfKey, key); }
 
 Status BlockIndex::each(const std::function<void(const IndexRow&)>& row) {
-  auto statement = prepared(kAll);
-  if (!statement.ok()) return statement.status();
-  const bool read = read_rows(*statement, row);
-  if (!read) return error("read");
-  sqlite3_reset(*statement);
-  return Status();
+  const auto statement = bound(kAll);
+  return statement.ok() ? run(*statement, [&](sqlite3_stmt* s) { row(row_at(s)); }) : statement.status();
 }
 
-Status BlockIndex::begin() { return run("BEGIN IMMEDIATE"); }
-Status BlockIndex::end() { return run("COMMIT"); }
+Status BlockIndex::begin() { return execute("BEGIN IMMEDIATE"); }
+Status BlockIndex::end() { return execute("COMMIT"); }
 void BlockIndex::undo() {
   if (sqlite3_get_autocommit(database_) == 0) sqlite3_exec(database_, "ROLLBACK", nullptr, nullptr, nullptr);
 }

@@ -67,9 +67,16 @@ class BlockIndex {
  private:
   explicit BlockIndex(sqlite3* database) : database_(database) {}
   Result<sqlite3_stmt*> prepared(int which);
-  Status run(const char* sql);
+  Status execute(const char* sql);
+  Status run(sqlite3_stmt* statement, const std::function<void(sqlite3_stmt*)>& row);
+  // A prepared statement with these values, what it changes, and the rows that it gives.
+  template <class... Values>
+  Result<sqlite3_stmt*> bound(int which, const Values&... values);
+  template <class... Values>
+  Status change(int which, const Values&... values);
+  template <class... Values>
+  Result<std::vector<IndexRow>> select(int which, const Values&... values);
   Status error(const char* what) const;
-  Status step_to_end(sqlite3_stmt* statement);
 
   sqlite3* database_;
   std::vector<sqlite3_stmt*> statements_;
