@@ -13,6 +13,7 @@ static_assert(std::endian::native == std::endian::little, "records are little-en
 
 constexpr uint32_t kMagic = 0x42564b50;  // "PKVB"
 constexpr uint32_t kVersion = 1;
+constexpr int64_t kLastSecond = int64_t{1} << 40;  // far off, and in microseconds still a number
 
 struct Header {
   uint32_t magic, version, header_bytes, n_tokens;
@@ -82,6 +83,7 @@ RecordHeader encode_header(const TierBlock& block, std::span<const std::byte> im
 std::optional<RecordFacts> decode_header(std::span<const std::byte> bytes) {
   const auto header = read(bytes);
   if (!header || header->image_bytes > uint64_t(INT64_MAX) / 2) return std::nullopt;
+  if (header->created < 0 || header->created > kLastSecond || header->expires < 0) return std::nullopt;
   RecordFacts facts{.group = header->group,
                     .depth = header->depth,
                     .n_tokens = header->n_tokens,

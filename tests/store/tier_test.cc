@@ -137,6 +137,14 @@ TEST_P(EveryTier, ForgetsABlockWhenItsTimeIsOver) {
   EXPECT_EQ(get(tier, lasting), TierOutcome::kDone);
 }
 
+TEST_P(EveryTier, StoresABlockAgainWhoseTimeIsOver) {
+  const Sample sample(6, 0, 4096);
+  EXPECT_EQ(put(tier, sample, seconds(1)), TierOutcome::kDone);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2100));
+  EXPECT_EQ(put(tier, sample), TierOutcome::kDone);  // nobody has cleared it away yet
+  EXPECT_EQ(get(tier, sample), TierOutcome::kDone);
+}
+
 TEST_P(EveryTier, ServesManyThreadsAtOnce) {
   const auto work = [&](uint32_t seed) {
     std::mt19937 random(seed);

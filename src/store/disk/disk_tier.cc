@@ -25,6 +25,7 @@ constexpr std::chrono::seconds kLongestRest{30};
 
 int64_t round_up_to_page(int64_t bytes) { return (bytes + Chunks::kPage - 1) / Chunks::kPage * Chunks::kPage; }
 int64_t unix_seconds() { return int64_t(std::time(nullptr)); }
+bool is_over(const IndexRow& row) { return row.expires > 0 && row.expires <= unix_seconds(); }
 
 // Memory that O_DIRECT may read into.
 class PageBuffer {
@@ -332,7 +333,7 @@ int64_t DiskTier::leading(std::span<const PrefixKey> keys, uint32_t group, Deadl
       fail(row.status());
       return 0;
     }
-    if (!*row || ((*row)->expires > 0 && (*row)->expires <= unix_seconds())) break;
+    if (!*row || is_over(**row)) break;
     ++n;
   }
   return n;
@@ -360,7 +361,7 @@ TierOutcome DiskTier::get_one(TierGet& item) {
     fail(row.status());
     return TierOutcome::kDown;
   }
-  if (!*row || ((*row)->expires > 0 && (*row)->expires <= unix_seconds())) return TierOutcome::kMissing;
+  if (!*row || is_over(**row)) return TierOutcome::kMissing;
   const HeldSlot slot = chunks_.hold((*row)->place, false);
   lock.unlock();
   const TierOutcome outcome = read_verified(slot, item);
@@ -433,7 +434,7 @@ TierOutcome DiskTier::put_one(const TierPut& item, Lock& lock) {
   }
   const int64_t bytes = record_bytes(std::ssize(item.block.tokens), std::ssize(item.image));
   const int64_t slot_bytes = round_up_to_page(bytes);
-  if (*known && (*known)->slot_bytes == slot_bytes) return TierOutcome::kDone;
+  if (*known && (*known)->slot_bytes == slot_bytes && !is_over(**known)) return TierOutcome::kDone;
   if (*known) forget(**known, lock);
   if (slot_bytes > options_.chunk.n) return TierOutcome::kNoRoom;
   const auto is_usable = has_parent(item.block);
