@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -142,6 +143,12 @@ class CacheCore {
                     int64_t& reused);
   Status check_length(int64_t length, int64_t n_new) const;
   Result<std::vector<Sequence*>> begin_step(std::span<const StepRequest> requests, StepArrays& out);
+  struct NoRoom {
+    int group;
+    int64_t have;  // free or cached
+    Status refusal;
+  };
+  std::optional<NoRoom> free_blocks(std::span<const int64_t> need);
   Status make_room(std::span<Sequence* const> sequences, std::span<const StepSequence> steps);
   int64_t blocks_to_take(int group, std::span<Sequence* const> sequences,
                          std::span<const StepSequence> steps) const;
@@ -150,6 +157,7 @@ class CacheCore {
   void drop_tail(Sequence& s, int64_t keep_blocks);
   void give_back_behind_window(Sequence& s);
   Key next_key(const Sequence& s, std::span<const int32_t> tokens) const;
+  void give_key(uint32_t entry, int group, BlockId block);  // the entry's block of the group is this one
   void index_full_blocks(Sequence& s);
   void list_keyed(int group, BlockId block, uint32_t entry, int64_t depth);
   void hold_outside(int group, BlockId block);

@@ -87,26 +87,30 @@ int64_t CacheCore::blocks_to_take(int group, std::span<Sequence* const> sequence
   return n;
 }
 
-// Makes sure every group has the free blocks that the step takes. On failure only memory that nobody used changed.
-Status CacheCore::make_room(std::span<Sequence* const> sequences, std::span<const StepSequence> steps) {
-  std::vector<int64_t> need;
-  for (int g = 0; g < n_groups(); ++g) need.push_back(blocks_to_take(g, sequences, steps));
+// Makes sure every group has so many free blocks. On failure only memory that nobody used changed.
+std::optional<CacheCore::NoRoom> CacheCore::free_blocks(std::span<const int64_t> need) {
   for (int g = 0; g < n_groups(); ++g) {
     BlockPool& pool = *pools_[size_t(g)];
     if (pool.ensure_takable(need[size_t(g)])) continue;
-    const int64_t have = pool.counts().free + pool.counts().cached;
-    int64_t n_tokens = 0;
-    for (const StepSequence& step : steps) n_tokens += step.n_new;
-    std::string message = str("[reserve] need ", n_tokens, " tokens (", need[size_t(g)], " blocks), have ",
-                              have * options_.block_size, " tokens (", have, " blocks)");
-    if (n_groups() > 1) message += str(" in group ", g);
-    const Status refusal = pool.last_refusal();
-    message += "; " + refusal.message();
+    NoRoom none{.group = g, .have = pool.counts().free + pool.counts().cached, .refusal = pool.last_refusal()};
     for (auto& each : pools_) each->shrink();
-    return Status(refusal.code(), std::move(message));
+    return none;
   }
   for (int g = 0; g < n_groups(); ++g) PKV_CHECK(pools_[size_t(g)]->ensure_free(need[size_t(g)]));
-  return Status();
+  return std::nullopt;
+}
+
+Status CacheCore::make_room(std::span<Sequence* const> sequences, std::span<const StepSequence> steps) {
+  std::vector<int64_t> need;
+  for (int g = 0; g < n_groups(); ++g) need.push_back(blocks_to_take(g, sequences, steps));
+  const auto none = free_blocks(need);
+  if (!none) return Status();
+  int64_t n_tokens = 0;
+  for (const StepSequence& step : steps) n_tokens += step.n_new;
+  std::string message = str("[reserve] need ", n_tokens, " tokens (", need[size_t(none->group)], " blocks), have ",
+                            none->have * options_.block_size, " tokens (", none->have, " blocks)");
+  if (n_groups() > 1) message += str(" in group ", none->group);
+  return Status(none->refusal.code(), message + "; " + none->refusal.message());
 }
 
 Status CacheCore::reserve(std::span<const StepRequest> requests, StepArrays& out) {
@@ -302,6 +306,11 @@ Key CacheCore::next_key(const Sequence& s, std::span<const int32_t> tokens) cons
   return known ? s.prompt_keys[block] : index_.hash(index_.key(s.node), tokens);
 }
 
+void CacheCore::give_key(uint32_t entry, int group, BlockId block) {
+  index_.set_block(entry, group, block);
+  pools_[size_t(group)]->set_entry(block, entry);
+}
+
 void CacheCore::index_full_blocks(Sequence& s) {
   const int64_t block_size = options_.block_size;
   if (!s.store) return;
@@ -317,8 +326,7 @@ void CacheCore::index_full_blocks(Sequence& s) {
       // Another block may carry this key already; a key is in one place.
       if (block == kNoBlock || index_.block(entry, g) != kNoBlock || pools_[size_t(g)]->entry(block) != kNoEntry)
         continue;
-      index_.set_block(entry, g, block);
-      pools_[size_t(g)]->set_entry(block, entry);
+      give_key(entry, g, block);
       list_keyed(g, block, entry, s.node_blocks);
     }
     index_.pin(entry);
@@ -374,8 +382,7 @@ void CacheCore::keep_tail_as_partial(Sequence& s) {
   const uint32_t entry = index_.add(s.node, key, tokens, PrefixIndex::Kind::kPartial);
   for (int g = 0; g < n_groups(); ++g) {
     const BlockId block = index_.block(s.open_entry, g);
-    index_.set_block(entry, g, block);
-    pools_[size_t(g)]->set_entry(block, entry);
+    give_key(entry, g, block);
   }
 }
 

@@ -67,16 +67,11 @@ Result<Restore> CacheCore::begin_restore(std::span<const int32_t> prompt, const 
     }
   }
   for (const Restore::Place& place : restore.kept) hold_outside(place.group, place.block);
-  for (int g = 0; g < n_groups(); ++g) {
-    BlockPool& pool = *pools_[size_t(g)];
-    if (pool.ensure_takable(need[size_t(g)])) continue;
+  if (const auto none = free_blocks(need)) {
     for (const Restore::Place& place : restore.kept) drop_outside(place.group, place.block);
-    const Status refusal = pool.last_refusal();
-    for (auto& each : pools_) each->shrink();
-    return Status(refusal.code(),
-                  str("[restore] need ", need[size_t(g)], " blocks in group ", g, "; ", refusal.message()));
+    return Status(none->refusal.code(), str("[restore] need ", need[size_t(none->group)], " blocks in group ",
+                                            none->group, "; ", none->refusal.message()));
   }
-  for (int g = 0; g < n_groups(); ++g) PKV_CHECK(pools_[size_t(g)]->ensure_free(need[size_t(g)]));
   for (Restore::Place& place : restore.places) {
     place.block = pools_[size_t(place.group)]->take();
     outside_[size_t(place.group)][place.block] = 1;
@@ -107,8 +102,7 @@ int64_t CacheCore::end_restore(const Restore& restore, std::span<const int32_t> 
       const auto& [group, block, index] = restore.places[place];
       // The same block may have been computed meanwhile.
       if (!filled[place] || index_.block(entry, group) != kNoBlock) continue;
-      index_.set_block(entry, group, block);
-      pools_[size_t(group)]->set_entry(block, entry);
+      give_key(entry, group, block);
     }
     parent = entry;
   }
