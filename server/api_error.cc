@@ -8,13 +8,15 @@ using nlohmann::ordered_json;
 
 namespace {
 
-constexpr size_t kMaxMessage = 1000, kMaxParam = 200;  // bytes: no client gets its own body back
-
-std::string shortened(const std::string& text, size_t most) {
-  return text.size() <= most ? text : text.substr(0, most - 3) + "...";
-}
+constexpr size_t kMaxMessage = 997, kMaxParam = 197;  // bytes: no client gets its own body back
 
 }  // namespace
+
+std::string shortened(std::string_view text, size_t most) {
+  if (text.size() <= most) return std::string(text);
+  while (most > 0 && (text[most] & 0xc0) == 0x80) --most;
+  return std::string(text.substr(0, most)) + "...";
+}
 
 std::string error_json(const ApiError& error) {
   const auto or_null = [](const std::string& text) {

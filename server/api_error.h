@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 
@@ -35,6 +36,8 @@ class ApiResult {
   std::variant<T, ApiError> held_;
 };
 
+// The first `most` bytes of a text or a few fewer, cut between characters, and "..." for the rest.
+std::string shortened(std::string_view text, size_t most);
 std::string error_json(const ApiError& error);  // {"error": {...}}
 HttpReply error_reply(const ApiError& error);   // 429 and 503 tell when to try again
 // kInvalidArgument: 400. kCapacity: 429 (a full queue). kUnavailable: 503. kNoMemory: 503, out_of_memory. Others:

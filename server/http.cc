@@ -103,6 +103,27 @@ struct Manner {
   bool head_only = false;
 };
 
+http::response<http::empty_body> head_of(const HttpReply& reply, const Manner& manner) {
+  http::response<http::empty_body> head(static_cast<http::status>(reply.status), 11);
+  head.set(http::field::content_type, reply.content_type);
+  for (const auto& [name, value] : reply.headers) head.insert(name, value);
+  head.set(http::field::connection, manner.keep_alive ? "keep-alive" : "close");
+  return head;
+}
+
+std::string written(const http::response<http::empty_body>& head) {
+  std::ostringstream text;
+  text << head.base();
+  return text.str();
+}
+
+// An answer that is there at once.
+std::string whole(const HttpReply& reply, const Manner& manner) {
+  auto head = head_of(reply, manner);
+  if (reply.status != 204) head.content_length(reply.body.size());
+  return written(head) + (manner.head_only ? "" : reply.body);
+}
+
 // What an answer hands to its connection. Lives as long as either of the two.
 class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<ExchangeImpl> {
  public:
@@ -117,11 +138,11 @@ class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<
   const HttpRequest& request() const override { return request_; }
   std::string take_body() override { return std::move(request_.body); }
 
-  void reply(HttpReply reply) override { push(whole(reply), true); }
+  void reply(HttpReply reply) override { push(whole(reply, manner_), true); }
   void begin(HttpReply first) override {
-    auto top = head(first);
-    if (is_chunked()) top.chunked(true);
-    push(written(top) + (first.body.empty() ? "" : chunk(first.body)), false);
+    auto head = head_of(first, manner_);
+    if (is_chunked()) head.chunked(true);
+    push(written(head) + (first.body.empty() ? "" : chunk(first.body)), false);
     asio::post(io_, [self = shared_from_this()] { self->begun_ = true; });
   }
   void send(std::string piece) override {
@@ -142,12 +163,6 @@ class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<
         self->on_gone_ = std::move(gone);
       }
     });
-  }
-
-  std::string whole(const HttpReply& reply) const {
-    auto top = head(reply);
-    if (reply.status != 204) top.content_length(reply.body.size());
-    return written(top) + (manner_.head_only ? "" : reply.body);
   }
 
   // --- the I/O thread --------------------------------------------------------------------------------------------
@@ -184,18 +199,6 @@ class ExchangeImpl final : public Exchange, public std::enable_shared_from_this<
  private:
   // HTTP/1.0 knows no chunks: the end of the connection ends the answer.
   bool is_chunked() const { return manner_.version >= 11; }
-  http::response<http::empty_body> head(const HttpReply& reply) const {
-    http::response<http::empty_body> top(static_cast<http::status>(reply.status), 11);
-    top.set(http::field::content_type, reply.content_type);
-    for (const auto& [name, value] : reply.headers) top.insert(name, value);
-    top.set(http::field::connection, manner_.keep_alive ? "keep-alive" : "close");
-    return top;
-  }
-  static std::string written(const http::response<http::empty_body>& top) {
-    std::ostringstream text;
-    text << top.base();
-    return text.str();
-  }
   std::string chunk(const std::string& piece) const {
     return is_chunked() ? beast::buffers_to_string(http::make_chunk(asio::buffer(piece))) : piece;
   }
@@ -351,8 +354,7 @@ class ServerImpl final : public HttpServer {
   // An answer of the web side's own. The connection is closed after it.
   std::string refused(HttpReply reply) {
     if (on_refusal_) on_refusal_(reply);
-    auto exchange = std::make_shared<ExchangeImpl>(io_, HttpRequest{}, 0, Manner{});
-    return exchange->whole(reply);
+    return whole(reply, {});
   }
   void handle(std::shared_ptr<ExchangeImpl> exchange) {
     const size_t size = exchange->request().body.size();

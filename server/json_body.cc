@@ -48,9 +48,7 @@ class Builder {
     return true;
   }
   bool parse_error(size_t, const std::string&, const std::exception& error) {
-    std::string what = error.what();
-    if (what.size() > kShownError) what = what.substr(0, kShownError) + "...";
-    return stop({.message = "the body is not JSON: " + what});
+    return stop({.message = "the body is not JSON: " + shortened(error.what(), kShownError)});
   }
 
  private:

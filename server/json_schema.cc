@@ -46,12 +46,7 @@ const std::map<std::string_view, Types> kTypes = {
     {"null", kNullType},     {"boolean", kBooleanType}, {"object", kObjectType}, {"array", kArrayType},
     {"string", kStringType}, {"number", kNumberType},   {"integer", kWholeType}};
 
-// The beginning of a text, cut between characters.
-std::string cut(std::string_view text) {
-  size_t size = std::min(text.size(), kMaxShown);
-  while (size < text.size() && size > 0 && (text[size] & 0xc0) == 0x80) --size;
-  return std::string(text.substr(0, size)) + (size < text.size() ? "..." : "");
-}
+std::string cut(std::string_view text) { return shortened(text, kMaxShown); }
 std::string shown(const OrderedJson& value) {
   if (value.is_structured() && !value.empty()) return value.is_array() ? "a list" : "an object";
   return cut(dump(value));

@@ -51,14 +51,13 @@ ApiResult<engine::ChatMessage> read_message(const Json& message, const std::stri
   auto content = read_content(message, where, calls || call || refuses);
   if (!content.ok()) return content.error();
   const auto add = [&](const std::string& words) { *content += (content->empty() ? "" : "\n") + words; };
-  const auto spelled = [](const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); };
   if (refuses) add(message["refusal"].get<std::string>());
-  if (call) add(spelled(message["function_call"]));  // the older form
+  if (call) add(dump(OrderedJson(message["function_call"])));  // the older form
   if (role == "developer") role = "system";
   if (calls) {
     for (const Json& one : message["tool_calls"]) {
       if (!one.is_object()) return wrong(where + ".tool_calls", " is a list of objects");
-      add(spelled(one.value("function", Json::object())));
+      add(dump(OrderedJson(one.value("function", Json::object()))));
     }
   }
   if (role == "tool" || role == "function") role = "user";
