@@ -1,12 +1,12 @@
 // Any bytes as the body of a completion request: refused with a status, a bounded message and the field that is
 // wrong, or read into prompts that fit the context.
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <string>
 
 #include "engine/text.h"
 #include "server/completion_request.h"
+#include "tests/fuzz/require.h"
 
 namespace {
 
@@ -15,10 +15,6 @@ using namespace pagedkv::server;
 
 constexpr size_t kMostMessageBytes = 1000;
 constexpr Tokens kContext{256};
-
-void require(bool claim) {
-  if (!claim) std::abort();
-}
 
 const engine::Text& vocabulary(bool few_bytes) {
   static const auto load = [](const char* name) {

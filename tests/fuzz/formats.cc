@@ -1,20 +1,12 @@
 // Any text as a format, as K:V, and as a flag of the environment: a Status that quotes it, or a value whose name
 // means the same.
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 
 #include "base/env.h"
 #include "pagedkv/format.h"
 #include "pagedkv/log.h"
-
-namespace {
-
-void require(bool claim) {
-  if (!claim) std::abort();
-}
-
-}  // namespace
+#include "tests/fuzz/require.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace pagedkv;

@@ -6,14 +6,11 @@
 #include <cstdlib>
 
 #include "engine/gguf_file.h"
+#include "tests/fuzz/require.h"
 
 namespace {
 
 using pagedkv::engine::GgufFile;
-
-void require(bool claim) {
-  if (!claim) std::abort();
-}
 
 template <class T>
 bool inside(std::span<const T> part, std::span<const std::byte> whole) {

@@ -1,19 +1,15 @@
 // Any request line and headers, as far as they are read behind Beast: whose they are, and whether they may ask. A
 // name that is not the server's never passes, however it is spelled.
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 
 #include "server/access.h"
 #include "server/target.h"
+#include "tests/fuzz/require.h"
 
 namespace {
 
 using namespace pagedkv::server;
-
-void require(bool claim) {
-  if (!claim) std::abort();
-}
 
 }  // namespace
 

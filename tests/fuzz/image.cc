@@ -4,7 +4,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -12,15 +11,12 @@
 
 #include "kernels/kernels.h"
 #include "store/arena.h"
+#include "tests/fuzz/require.h"
 
 namespace pagedkv {
 namespace {
 
 constexpr int64_t kMostBytes = 1 << 16;  // of a block that is looked at byte by byte
-
-void require(bool claim) {
-  if (!claim) std::abort();
-}
 
 struct Kind {  // K rows, V rows, K scales, V scales
   const Plane LayerPlanes::*plane;

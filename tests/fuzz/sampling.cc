@@ -10,6 +10,7 @@
 
 #include "engine/grammar.h"
 #include "engine/text.h"
+#include "tests/fuzz/require.h"
 
 namespace {
 
@@ -17,10 +18,6 @@ using namespace pagedkv;
 using namespace pagedkv::engine;
 
 constexpr int kSteps = 40;
-
-void require(bool claim) {
-  if (!claim) std::abort();
-}
 
 const Text& vocabulary(size_t which) {
   static const auto load = [](const char* name) {

@@ -2,10 +2,10 @@
 // JSON.
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 
 #include "server/json_grammar.h"
+#include "tests/fuzz/require.h"
 #include "tests/server/random_answer.h"
 
 namespace {
@@ -14,10 +14,6 @@ using namespace pagedkv;
 using namespace pagedkv::server;
 
 constexpr size_t kMostBytes = 50'000;  // of a grammar from which answers are drawn: larger ones take long
-
-void require(bool claim) {
-  if (!claim) std::abort();
-}
 
 }  // namespace
 

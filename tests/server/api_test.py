@@ -3,18 +3,10 @@ import json
 import time
 import unittest
 
-from served import Served, events_of, post, raw, user
+from served import WithServer, events_of, post, raw, user
 
 
-class Api(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.server = Served().__enter__()
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.server.__exit__()
-
+class Api(WithServer):
     def test_a_stream_that_fails_ends_with_its_error(self):
         # Not asked to close, the server does so all the same: raw() reads until then.
         answer = raw(self.server, post({**user("loop:x"), "grammar": "dead end", "stream": True}).replace(

@@ -7,17 +7,11 @@ import threading
 import time
 import unittest
 
-from served import Served, events_of, patient, stream_socket, user
+from served import Served, WithServer, events_of, patient, stream_socket, user
 
 
-class Body(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.server = Served(context=64).__enter__()
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.server.__exit__()
+class Body(WithServer):
+    arguments = {"context": 64}
 
     def refused(self, body, field=None, path="/v1/chat/completions", status=400):
         got, answer = self.server.post(path, body)
@@ -182,15 +176,7 @@ class Body(unittest.TestCase):
         self.assertEqual([c["index"] for c in answer["choices"]], [0, 1, 2, 3])
 
 
-class Text(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.server = Served().__enter__()
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.server.__exit__()
-
+class Text(WithServer):
     def streamed(self, content, **fields):
         _, _, text = self.server.request("POST", "/v1/chat/completions", {**user(content), "stream": True, **fields})
         events = events_of(text.decode("utf-8", "strict"))

@@ -4,7 +4,7 @@ import socket
 import time
 import unittest
 
-from served import Served, patient, post, raw, user
+from served import Served, WithServer, patient, post, raw, user
 
 
 def get(path, *headers, version="1.1", method="GET"):
@@ -15,14 +15,8 @@ def status(answer):
     return int(answer.split(b" ", 2)[1])
 
 
-class Http(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.server = Served(step_ms=2).__enter__()
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.server.__exit__()
+class Http(WithServer):
+    arguments = {"step_ms": 2}
 
     def status(self, data):
         return status(raw(self.server, data))

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+import unittest
 import urllib.request
 
 
@@ -116,6 +117,19 @@ class Served:
     def stop(self, timeout=300):
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
+
+
+class WithServer(unittest.TestCase):
+    """Tests of one scripted server, `server`, which `arguments` tell what to be."""
+    arguments = {}
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = Served(**cls.arguments).__enter__()
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.server.__exit__()
 
 
 def stream_socket(server, body, path="/v1/chat/completions"):

@@ -293,55 +293,60 @@ struct Notices {
   ~Notices() { set_log_sink(nullptr); }
 };
 
-TEST(DiskTier, ADiskThatFailsIsLeftAloneForAWhileAndSaidOnce) {
-  const Folder folder;
+// A tier on such a disk, and what it has to say.
+struct OddDisk {
+  Folder folder;
   OddFiles files;
   Notices notices;
-  auto tier = DiskTier::open(folder.options(), files);
-  ASSERT_TRUE(tier.ok());
+  std::unique_ptr<Tier> tier;
+  OddDisk() {
+    auto opened = DiskTier::open(folder.options(), files);
+    EXPECT_TRUE(opened.ok()) << opened.status().message();
+    if (opened.ok()) tier = std::move(*opened);
+  }
+};
+
+TEST(DiskTier, ADiskThatFailsIsLeftAloneForAWhileAndSaidOnce) {
+  OddDisk disk;
+  ASSERT_NE(disk.tier, nullptr);
   const Sample sample(1, 0, 9000);
-  EXPECT_EQ(put(**tier, sample), TierOutcome::kDone);
-  files.read_error = files.write_error = EIO;
-  EXPECT_EQ(get(**tier, sample), TierOutcome::kDown);
-  for (uint32_t i = 2; i < 20; ++i) EXPECT_EQ(put(**tier, Sample(i, 0, 9000)), TierOutcome::kDown);
-  EXPECT_TRUE((*tier)->stats().down);
-  files.read_error = files.write_error = 0;
+  EXPECT_EQ(put(*disk.tier, sample), TierOutcome::kDone);
+  disk.files.read_error = disk.files.write_error = EIO;
+  EXPECT_EQ(get(*disk.tier, sample), TierOutcome::kDown);
+  for (uint32_t i = 2; i < 20; ++i) EXPECT_EQ(put(*disk.tier, Sample(i, 0, 9000)), TierOutcome::kDown);
+  EXPECT_TRUE(disk.tier->stats().down);
+  disk.files.read_error = disk.files.write_error = 0;
   std::this_thread::sleep_for(std::chrono::milliseconds(2500));
-  EXPECT_EQ(get(**tier, sample), TierOutcome::kDone);
-  EXPECT_FALSE((*tier)->stats().down);
-  ASSERT_EQ(notices.lines.size(), 2u);
-  EXPECT_NE(notices.lines[0].find("does not work"), std::string::npos) << notices.lines[0];
-  EXPECT_NE(notices.lines[1].find("works again"), std::string::npos) << notices.lines[1];
+  EXPECT_EQ(get(*disk.tier, sample), TierOutcome::kDone);
+  EXPECT_FALSE(disk.tier->stats().down);
+  ASSERT_EQ(disk.notices.lines.size(), 2u);
+  EXPECT_NE(disk.notices.lines[0].find("does not work"), std::string::npos) << disk.notices.lines[0];
+  EXPECT_NE(disk.notices.lines[1].find("works again"), std::string::npos) << disk.notices.lines[1];
 }
 
 TEST(DiskTier, WrongBytesAreRefusedOnceAndGone) {
-  const Folder folder;
-  OddFiles files;
-  auto tier = DiskTier::open(folder.options(), files);
-  ASSERT_TRUE(tier.ok());
+  OddDisk disk;
+  ASSERT_NE(disk.tier, nullptr);
   const Sample sample(1, 0, 9000);
-  EXPECT_EQ(put(**tier, sample), TierOutcome::kDone);
-  files.wrong_bytes = true;
-  EXPECT_EQ(get(**tier, sample), TierOutcome::kRefused);
-  files.wrong_bytes = false;
-  EXPECT_EQ(get(**tier, sample), TierOutcome::kMissing);
+  EXPECT_EQ(put(*disk.tier, sample), TierOutcome::kDone);
+  disk.files.wrong_bytes = true;
+  EXPECT_EQ(get(*disk.tier, sample), TierOutcome::kRefused);
+  disk.files.wrong_bytes = false;
+  EXPECT_EQ(get(*disk.tier, sample), TierOutcome::kMissing);
 }
 
 TEST(DiskTier, OnAFullDiskOlderBlocksMakeRoom) {
-  const Folder folder;
-  OddFiles files;
-  Notices notices;
-  auto tier = DiskTier::open(folder.options(), files);
-  ASSERT_TRUE(tier.ok());
-  EXPECT_EQ(put(**tier, Sample(0, 0, 99999)), TierOutcome::kDone);
-  files.allocate_error = ENOSPC;
-  for (uint32_t i = 1; i < 100; ++i) EXPECT_EQ(put(**tier, Sample(i, 0, 99999)), TierOutcome::kDone);
-  EXPECT_EQ(get(**tier, Sample(99, 0, 99999)), TierOutcome::kDone);
-  EXPECT_GT((*tier)->stats().evicted, 50);
-  EXPECT_EQ(notices.lines.size(), 1u);
+  OddDisk disk;
+  ASSERT_NE(disk.tier, nullptr);
+  EXPECT_EQ(put(*disk.tier, Sample(0, 0, 99999)), TierOutcome::kDone);
+  disk.files.allocate_error = ENOSPC;
+  for (uint32_t i = 1; i < 100; ++i) EXPECT_EQ(put(*disk.tier, Sample(i, 0, 99999)), TierOutcome::kDone);
+  EXPECT_EQ(get(*disk.tier, Sample(99, 0, 99999)), TierOutcome::kDone);
+  EXPECT_GT(disk.tier->stats().evicted, 50);
+  EXPECT_EQ(disk.notices.lines.size(), 1u);
   // Another size takes the place of all that is older; where even that has no chunk, it is not stored.
-  EXPECT_EQ(put(**tier, Sample(0, 7, 20000, 1)), TierOutcome::kOrphan);
-  EXPECT_EQ(put(**tier, Sample(500, 0, 20000)), TierOutcome::kNoRoom);
+  EXPECT_EQ(put(*disk.tier, Sample(0, 7, 20000, 1)), TierOutcome::kOrphan);
+  EXPECT_EQ(put(*disk.tier, Sample(500, 0, 20000)), TierOutcome::kNoRoom);
 }
 
 }  // namespace
