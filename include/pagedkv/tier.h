@@ -74,7 +74,7 @@ struct TierStats {
   bool down = false;
 };
 
-// Any thread, several at once.
+// Any thread, several at once, of the process that opened it: in a forked child every call finds it kDown.
 class PKV_API Tier {
  public:
   virtual ~Tier() = default;

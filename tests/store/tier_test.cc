@@ -1,4 +1,7 @@
 // What every tier does. A new one joins the list at the end.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <thread>
 
 #include "tests/store/tier_world.h"
@@ -143,6 +146,26 @@ TEST_P(EveryTier, StoresABlockAgainWhoseTimeIsOver) {
   std::this_thread::sleep_for(std::chrono::milliseconds(2100));
   EXPECT_EQ(put(tier, sample), TierOutcome::kDone);  // nobody has cleared it away yet
   EXPECT_EQ(get(tier, sample), TierOutcome::kDone);
+}
+
+TEST_P(EveryTier, IsNotTheForkedChilds) {
+  for (uint32_t i = 0; i < 20; ++i) EXPECT_EQ(put(tier, Sample(i, 0, 30000)), TierOutcome::kDone);
+  const pid_t child = fork();
+  if (child == 0) {
+    int down = 0;
+    for (uint32_t i = 0; i < 20; ++i) {
+      down += get(tier, Sample(i, 0, 30000)) == TierOutcome::kDown;
+      down += put(tier, Sample(100 + i, 0, 30000)) == TierOutcome::kDown;
+    }
+    tier.tick();
+    store.reset();
+    _exit(down == 40 ? 0 : 1);
+  }
+  for (uint32_t i = 20; i < 40; ++i) EXPECT_EQ(put(tier, Sample(i, 0, 30000)), TierOutcome::kDone);
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  for (uint32_t i = 0; i < 40; ++i) EXPECT_EQ(get(tier, Sample(i, 0, 30000)), TierOutcome::kDone) << i;
 }
 
 TEST_P(EveryTier, ServesManyThreadsAtOnce) {

@@ -318,11 +318,16 @@ void DiskTier::forget(const IndexRow& row, Lock& lock) {
 
 // --- the face --------------------------------------------------------------------------------------------------
 
+DiskTier::~DiskTier() {
+  if (!is_ours()) static_cast<void>(index_.release());  // closing it would write into the parent's
+}
+
 TierTraits DiskTier::traits() const {
   return {.name = "disk", .medium = "DISK", .max_image = options_.chunk, .shared = false, .durable = true};
 }
 
 int64_t DiskTier::leading(std::span<const PrefixKey> keys, uint32_t group, Deadline deadline) {
+  if (!is_ours()) return 0;
   const Lock lock(mutex_);
   if (rests()) return 0;
   int64_t n = 0;
@@ -387,6 +392,10 @@ TierOutcome DiskTier::get_one(TierGet& item) {
 }
 
 void DiskTier::get(std::span<TierGet> items, Deadline deadline) {
+  if (!is_ours()) {
+    for (TierGet& item : items) item.outcome = TierOutcome::kDown;
+    return;
+  }
   const auto begin = Clock::now();
   int64_t counts[kTierOutcomes] = {};
   bool ended = false;
@@ -475,6 +484,10 @@ TierOutcome DiskTier::put_one(const TierPut& item, Lock& lock) {
 }
 
 void DiskTier::put(std::span<TierPut> items, Deadline deadline) {
+  if (!is_ours()) {
+    for (TierPut& item : items) item.outcome = TierOutcome::kDown;
+    return;
+  }
   const auto begin = Clock::now();
   Lock lock(mutex_);
   // What comes before a block must not be what makes room for it.
@@ -489,11 +502,13 @@ void DiskTier::put(std::span<TierPut> items, Deadline deadline) {
 }
 
 void DiskTier::touch(const PrefixKey& last) {
+  if (!is_ours()) return;
   const Lock lock(mutex_);
   if (touched_.size() < kMostTouches) touched_.push_back(last);
 }
 
 bool DiskTier::remove(std::span<const PrefixKey> keys, Deadline deadline) {
+  if (!is_ours()) return false;
   Lock lock(mutex_);
   for (const PrefixKey& key : keys) {
     if (rests() || Clock::now() > deadline) return false;
@@ -508,6 +523,7 @@ bool DiskTier::remove(std::span<const PrefixKey> keys, Deadline deadline) {
 }
 
 void DiskTier::tick() {
+  if (!is_ours()) return;
   Lock lock(mutex_);
   if (rests()) return;
   flush_touches();
@@ -531,6 +547,7 @@ void DiskTier::tick() {
 }
 
 TierStats DiskTier::stats() const {
+  if (!is_ours()) return {.budget = options_.budget.n, .down = true};
   const Lock lock(mutex_);
   TierStats out = stats_;
   out.bytes = directory_.bytes();

@@ -1,6 +1,8 @@
 // The disk tier: an index, chunks of slots, and the rules of who makes room. docs/formats.md has the folder.
 #pragma once
 
+#include <unistd.h>
+
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -20,6 +22,7 @@ class DiskTier final : public Tier {
   // `files` must outlive the tier.
   static Result<std::unique_ptr<Tier>> open(const DiskTierOptions& options, Files& files);
 
+  ~DiskTier() override;
   TierTraits traits() const override;
   int64_t leading(std::span<const PrefixKey> keys, uint32_t group, Deadline deadline) override;
   void get(std::span<TierGet> items, Deadline deadline) override;
@@ -57,6 +60,8 @@ class DiskTier final : public Tier {
   bool change(const std::function<Status()>& changes);
   void flush_touches();
 
+  // A forked child has the same files open, and would write over what its parent stores: for it the tier is down.
+  bool is_ours() const { return getpid() == owner_; }
   // Whether the tier is left alone now. Mends a damaged index when the rest is over.
   bool rests();
   TierOutcome write_record(const HeldSlot& slot, const TierPut& item, int64_t expires);
@@ -64,6 +69,7 @@ class DiskTier final : public Tier {
   void works();
   int64_t now_stamp();
 
+  const pid_t owner_ = getpid();
   const DiskTierOptions options_;
   const Directory directory_;
   Files& files_;
