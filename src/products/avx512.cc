@@ -1,0 +1,31 @@
+// Products with AVX-512 (F, BW, VL, DQ); empty where the compiler was not told to use them.
+//
+// No std code in here: the linker keeps one copy of an inline function, and it must not be this one.
+#include "products/products.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+
+#define PKV_ISA avx512
+#include "kernels/simd_avx512.h"
+
+#include "products/lanes_avx512.h"
+#include "products/weights-inl.h"
+// after them
+#include "products/product-inl.h"
+
+namespace pagedkv::products {
+
+const IsaFunctions* avx512_functions() {
+  static constexpr IsaFunctions kFunctions = {avx512::quantize_activations, avx512::product};
+  return &kFunctions;
+}
+
+}  // namespace pagedkv::products
+
+#else
+
+namespace pagedkv::products {
+const IsaFunctions* avx512_functions() { return nullptr; }
+}  // namespace pagedkv::products
+
+#endif

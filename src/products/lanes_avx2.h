@@ -1,0 +1,104 @@
+// What products need of AVX2 besides kernels/simd_avx2.h: one dword of eight rows to a register. See
+// lanes_avx512.h.
+#pragma once
+
+namespace pagedkv::products::PKV_ISA {
+namespace {
+
+using namespace kernels::PKV_ISA;  // NOLINT(google-build-using-namespace): the wrapper of this instruction set
+
+constexpr int kTileRows = 2;
+constexpr int kTileColumns = 3;  // 2 x 3 sums, 2 x 3 results and 4 more fill 16 registers
+
+PKV_INLINE void load_rows(const uint8_t* p, int64_t stride, Codes* x) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const uint8_t* row = p + i * stride;
+    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row));
+    const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 4 * stride));
+    x[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+  }
+  transpose_dwords(x);
+}
+
+PKV_INLINE Codes masked(Codes x, int byte) { return _mm256_and_si256(x, _mm256_set1_epi8(char(byte))); }
+PKV_INLINE Codes either(Codes a, Codes b) { return _mm256_or_si256(a, b); }
+template <int n>
+PKV_INLINE Codes right(Codes x) {
+  return _mm256_srli_epi32(x, n);
+}
+template <int n>
+PKV_INLINE Codes left(Codes x) {
+  return _mm256_slli_epi32(x, n);
+}
+template <int n>
+PKV_INLINE Codes right_signed(Codes x) {
+  return _mm256_srai_epi32(x, n);
+}
+template <int nibble>
+PKV_INLINE Codes fifth_bits(Codes bits) {
+  constexpr char k = nibble / 2;
+  const Codes bytes = _mm256_shuffle_epi8(
+      bits, _mm256_broadcastsi128_si256(_mm_setr_epi8(k, k, k, k, k + 4, k + 4, k + 4, k + 4, k + 8, k + 8, k + 8,
+                                                      k + 8, k + 12, k + 12, k + 12, k + 12)));
+  const __m256i bit = _mm256_set1_epi32(nibble % 2 == 0 ? 0x08040201 : int(0x80402010));
+  return masked(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit), 16);
+}
+
+PKV_INLINE Vec to_vec(Ints x) { return _mm256_cvtepi32_ps(x); }
+PKV_INLINE Vec f16_of_low(Codes x) {
+  const __m256i low = _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
+  return _mm256_cvtph_ps(_mm256_castsi256_si128(words));
+}
+PKV_INLINE Vec f16_of_high(Codes x) { return f16_of_low(_mm256_srli_epi32(x, 16)); }
+PKV_INLINE Codes load_dwords(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+PKV_INLINE void prefetch_soon(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+PKV_INLINE void store_from(float* p, int64_t first_lane, Vec v) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(int(first_lane) - 1)), v);
+}
+
+PKV_INLINE void sum_halves(const int8_t* codes, int32_t* sums) {
+  const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+  __m256i x = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), all), _mm256_set1_epi16(1));
+  x = _mm256_add_epi32(x, _mm256_shuffle_epi32(x, 0xb1));
+  x = _mm256_add_epi32(x, _mm256_shuffle_epi32(x, 0x4e));
+  sums[0] = _mm256_extract_epi32(x, 0);
+  sums[1] = _mm256_extract_epi32(x, 4);
+}
+constexpr int kHalvesAtOnce = 2;
+
+template <int max_code>
+class Sum {
+ public:
+  PKV_INLINE void start() { wide_ = no_ints(); }
+  // At what `offset`, a power of two, adds too much to products with codes of this sum.
+  template <int offset>
+  PKV_INLINE void start_below(int32_t sum_of_codes) {
+    constexpr int kShift = __builtin_ctz(offset);
+    wide_ = _mm256_sub_epi32(no_ints(), _mm256_slli_epi32(_mm256_set1_epi32(sum_of_codes), kShift));
+  }
+  PKV_INLINE void add(int k, int n, Codes w, Codes x) {
+    if constexpr (max_code == 0) {
+      static_cast<void>(k), static_cast<void>(n);
+      wide_ = dot_prepared_signed(wide_, w, x);
+      hold(wide_);  // or the compiler adds in pairs, and keeps all products at once
+    } else {
+      constexpr int kSteps = 32767 / (2 * 127 * max_code);
+      const __m256i words = _mm256_maddubs_epi16(w, x);
+      narrow_ = k % kSteps == 0 ? words : _mm256_add_epi16(narrow_, words);
+      hold(narrow_);
+      if (k % kSteps == kSteps - 1 || k == n - 1)
+        wide_ = _mm256_add_epi32(wide_, _mm256_madd_epi16(narrow_, _mm256_set1_epi16(1)));
+    }
+  }
+  PKV_INLINE Vec value() const { return _mm256_cvtepi32_ps(wide_); }
+
+ private:
+  __m256i wide_, narrow_;
+};
+
+}  // namespace
+}  // namespace pagedkv::products::PKV_ISA
