@@ -8,6 +8,8 @@
 #include <optional>
 #include <utility>
 
+#include "engine/product_node.h"
+
 namespace pagedkv::engine {
 namespace {
 
@@ -325,8 +327,12 @@ ggml_tensor* GraphBuilder::rms_norm(ggml_tensor* x, const std::string& name) con
   return ggml_mul(ctx, ggml_rms_norm(ctx, x, h.rms_eps), weight(name + ".weight"));
 }
 
+ggml_tensor* GraphBuilder::product(ggml_tensor* weight, ggml_tensor* x) const {
+  return products.build(ctx, weight, x);
+}
+
 ggml_tensor* GraphBuilder::linear(ggml_tensor* x, const std::string& name) const {
-  ggml_tensor* y = ggml_mul_mat(ctx, weight(name + ".weight"), x);
+  ggml_tensor* y = product(weight(name + ".weight"), x);
   ggml_tensor* bias = weight(name + ".bias");
   return bias ? ggml_add(ctx, y, bias) : y;
 }

@@ -18,6 +18,7 @@
 namespace pagedkv::engine {
 
 class AttentionNodes;
+class ProductNodes;
 
 // Rotary embedding, in the terms of ggml_rope_ext.
 struct Rope {
@@ -72,6 +73,7 @@ struct GraphBuilder {
   const HyperParameters& h;
   const Weights& weights;
   AttentionNodes& attention;
+  ProductNodes& products;
   ggml_tensor* tokens = nullptr;       // [n_tokens] i32
   ggml_tensor* positions = nullptr;    // [n_tokens] i32
   ggml_tensor* output_rows = nullptr;  // [n_rows] i32: which tokens' logits are wanted
@@ -79,6 +81,7 @@ struct GraphBuilder {
   int64_t n_tokens() const { return tokens->ne[0]; }
   ggml_tensor* weight(const std::string& name) const;  // null when the file has none
   ggml_tensor* rms_norm(ggml_tensor* x, const std::string& name) const;
+  ggml_tensor* product(ggml_tensor* weight, ggml_tensor* x) const;  // W x
   // W x, plus NAME.bias if the file has one. `name` is without ".weight".
   ggml_tensor* linear(ggml_tensor* x, const std::string& name) const;
   ggml_tensor* rope(ggml_tensor* x, const Rope& r, ggml_tensor* factors) const;  // factors may be null

@@ -116,7 +116,7 @@ ggml_tensor* wanted_rows(const GraphBuilder& b, int64_t layer, ggml_tensor* x) {
 ggml_tensor* output_logits(const GraphBuilder& b, ggml_tensor* x) {
   x = b.rms_norm(x, "output_norm");
   ggml_tensor* head = b.weight("output.weight");
-  ggml_tensor* logits = ggml_mul_mat(b.ctx, head ? head : b.weight("token_embd.weight"), x);
+  ggml_tensor* logits = b.product(head ? head : b.weight("token_embd.weight"), x);
   ggml_tensor* bias = b.weight("output.bias");
   return bias ? ggml_add(b.ctx, logits, bias) : logits;
 }

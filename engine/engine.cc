@@ -41,7 +41,16 @@ Status check_options(const EngineOptions& options, const ModelInfo& info) {
   return Status();
 }
 
-CacheOptions cache_options_for(const EngineOptions& options, const ModelInfo& info, Tokens context) {
+// ggml 0.25.3: one column is a dot product a row; two or more may be a tiled product of another order. Formats in
+// blocks of 256 (K-quants and most IQ types) have a second tiled product from 8 columns on. Ours have one order.
+int64_t reproducible_columns(const Model& model, const Products& products) {
+  int64_t columns = 1;
+  for (const ggml_tensor* w : model.product_weights())
+    if (!products.takes(*w)) columns = std::max<int64_t>(columns, ggml_blck_size(w->type) == 256 ? 8 : 2);
+  return columns;
+}
+
+CacheOptions cache_options_for(const EngineOptions& options, const ModelInfo& info, std::string fingerprint, Tokens context) {
   CacheOptions out;
   out.groups = info.groups;
   for (GroupSpec& group : out.groups) group.shape.formats = options.kv_formats;
@@ -57,7 +66,7 @@ CacheOptions cache_options_for(const EngineOptions& options, const ModelInfo& in
   out.query_path = options.query_path;
   out.q_heads_per_kv_head = info.n_head / info.groups.front().shape.num_kv_heads;
   out.arena = options.arena;
-  out.fingerprint = info.fingerprint;
+  out.fingerprint = std::move(fingerprint);
   return out;
 }
 
@@ -134,8 +143,13 @@ Result<std::unique_ptr<Engine>> Engine::load(const EngineOptions& options) {
   const bool asked = options.context.n > 0;
   impl->context = asked ? options.context : Tokens(info.context_length);
   impl->chunk = options.chunk;
-  if (options.reproducible) impl->min_columns = impl->model->reproducible_columns();
-  auto cache = create_cache(cache_options_for(options, info, impl->context), options);
+  const int n_threads = options.threads > 0 ? options.threads : default_threads();
+  auto products = Products::create(options.products, n_threads);
+  if (!products.ok()) return products.status();
+  impl->products = std::move(*products);
+  if (options.reproducible) impl->min_columns = reproducible_columns(*impl->model, *impl->products);
+  const std::string fingerprint = info.fingerprint + impl->products->key(impl->model->product_weights());
+  auto cache = create_cache(cache_options_for(options, info, fingerprint, impl->context), options);
   if (!cache.ok()) return cache.status();
   const Tokens room = (*cache)->capacity();
   if (room < impl->context) {
@@ -151,7 +165,7 @@ Result<std::unique_ptr<Engine>> Engine::load(const EngineOptions& options) {
            std::to_string(impl->context.n) + ": " + why);
     impl->context = room;
     cache->reset();  // two would need the memory of two
-    cache = create_cache(cache_options_for(options, info, room), options);
+    cache = create_cache(cache_options_for(options, info, fingerprint, room), options);
     if (!cache.ok()) return cache.status();
   }
   impl->cache = std::move(*cache);
@@ -160,8 +174,7 @@ Result<std::unique_ptr<Engine>> Engine::load(const EngineOptions& options) {
   auto text = load_text(info);
   if (!text.ok()) return text.status();
   impl->text = std::move(*text);
-  auto graphs =
-      Graphs::create(*impl->model, impl->attention, options.threads > 0 ? options.threads : default_threads());
+  auto graphs = Graphs::create(*impl->model, impl->attention, *impl->products, n_threads);
   if (!graphs.ok()) return graphs.status();
   impl->graphs = std::move(*graphs);
   // The two usual shapes: their memory is taken now, so that a lack of it shows here and not in the first prompt.
@@ -179,6 +192,13 @@ Cache& Engine::cache() { return *impl_->cache; }
 const CacheOptions& Engine::cache_options() const { return impl_->cache->options(); }
 Tokens Engine::context() const { return impl_->context; }
 int Engine::threads() const { return impl_->graphs->threads(); }
+
+ProductsInfo Engine::products() const {
+  ProductsInfo info;
+  for (const ggml_tensor* w : impl_->model->product_weights()) ++(impl_->products->takes(*w) ? info.n_own : info.n_ggml);
+  if (info.n_own > 0) info.isa = impl_->products->isa();
+  return info;
+}
 
 Result<StepOutput> Engine::step(std::span<const StepInput> inputs) {
   try {

@@ -66,6 +66,15 @@ GgmlBuild ggml_build();
 
 inline constexpr Blocks kDefaultNumBlocks{1024};
 
+// Who multiplies with quantized weights: pagedkv where it is the faster one, or ggml always.
+enum class ProductsChoice : uint8_t { kAuto, kGgml };
+// Weights that products read, by who multiplies with them.
+struct ProductsInfo {
+  std::string isa;  // the entry of ours; empty where no weight is
+  int64_t n_own = 0;
+  int64_t n_ggml = 0;
+};
+
 struct EngineOptions {
   std::string model_path;
   Tokens context{0};  // longest sequence; 0: the trained context, or less when memory is short (reported)
@@ -77,11 +86,13 @@ struct EngineOptions {
   Bytes kv_memory{0};  // 0: machine_memory().default_kv_memory
   bool dynamic = true;
   QueryPath query_path = QueryPath::kAuto;
+  ProductsChoice products = ProductsChoice::kAuto;
   ArenaOrder arena = ArenaOrder::kBlockMajor;
   Tokens chunk{512};          // most prompt tokens a step takes
   int64_t max_sequences = 1;  // that run at once; sizes the floor of window groups
-  // Equal tokens give equal logits to the bit, however they are chunked, batched, forked or found in the cache:
-  // single tokens then take the matrix products that several take. Costs decode speed (docs/numerics.md).
+  // Equal tokens give equal logits to the bit, however they are chunked, batched, forked or found in the cache. So
+  // they do anyway where every product is ours; ggml's take single tokens as they take several then, which costs
+  // decode speed (docs/numerics.md).
   bool reproducible = false;
   bool allow_past_trained_context = false;             // benchmarks only
   std::function<void(double fraction)> progress = {};  // while weights are read in; may be empty
@@ -147,6 +158,7 @@ class Engine : public StepModel {
   const CacheOptions& cache_options() const;
   Tokens context() const override;
   int threads() const;
+  ProductsInfo products() const;
 
   Result<StepOutput> step(std::span<const StepInput> inputs) override;
 

@@ -17,11 +17,12 @@ struct Engine::Impl {
   std::unique_ptr<Text> text;
   std::unique_ptr<Cache> cache;
   AttentionStep attention;
-  std::unique_ptr<Graphs> graphs;  // points to model and attention
+  std::unique_ptr<Products> products;
+  std::unique_ptr<Graphs> graphs;  // points to model, attention and products
   Scratch scratch;
   Tokens context;
   Tokens chunk;
-  int64_t min_columns = 1;  // of every matrix product; padded to Model::reproducible_columns() where asked
+  int64_t min_columns = 1;  // of every matrix product; padded to reproducible_columns() where asked
 };
 
 }  // namespace pagedkv::engine

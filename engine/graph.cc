@@ -13,9 +13,10 @@ constexpr int64_t kNodesBesides = 32;
 
 }  // namespace
 
-Result<std::unique_ptr<Graphs>> Graphs::create(const Model& model, AttentionStep& step, int threads) {
+Result<std::unique_ptr<Graphs>> Graphs::create(const Model& model, AttentionStep& step, const Products& products,
+                                               int threads) {
   ggml_cpu_init();
-  std::unique_ptr<Graphs> out(new Graphs(model, step, threads));
+  std::unique_ptr<Graphs> out(new Graphs(model, step, products, threads));
   ggml_threadpool_params params = ggml_threadpool_params_default(threads);
   out->pool_ = ggml_threadpool_new(&params);
   out->allocator_.reset(ggml_gallocr_new(ggml_backend_cpu_buffer_type()));
@@ -34,6 +35,7 @@ std::unique_ptr<Graph> Graphs::build(int64_t n_tokens, int64_t n_rows) {
   g->n_tokens = n_tokens;
   g->n_rows = n_rows;
   g->attention = std::make_unique<AttentionNodes>(step_);
+  g->products = std::make_unique<ProductNodes>(products_);
   const auto n_nodes = size_t(model_.hyper_parameters().n_layers * kNodesPerLayer + kNodesBesides);
   g->context.reset(
       ggml_init({.mem_size = ggml_tensor_overhead() * n_nodes + ggml_graph_overhead_custom(n_nodes, false),
@@ -51,6 +53,7 @@ std::unique_ptr<Graph> Graphs::build(int64_t n_tokens, int64_t n_rows) {
                        .h = model_.hyper_parameters(),
                        .weights = model_.weights(),
                        .attention = *g->attention,
+                       .products = *g->products,
                        .tokens = g->tokens,
                        .positions = g->positions,
                        .output_rows = g->output_rows};

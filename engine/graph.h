@@ -15,6 +15,7 @@
 
 #include "engine/attention_node.h"
 #include "engine/model.h"
+#include "engine/product_node.h"
 #include "pagedkv/status.h"
 
 namespace pagedkv::engine {
@@ -23,6 +24,7 @@ struct Graph {
   int64_t n_tokens = 0;
   int64_t n_rows = 0;
   std::unique_ptr<AttentionNodes> attention;  // the graph points into it
+  std::unique_ptr<ProductNodes> products;     // and into these
   ggml_context_ptr context;
   ggml_cgraph* graph = nullptr;
   ggml_tensor* tokens = nullptr;       // [n_tokens] i32
@@ -35,8 +37,9 @@ struct Graph {
 // One thread; the workers of ggml's pool live in here and sleep between steps.
 class Graphs {
  public:
-  // `model` and `step` must outlive it. Errors: kUnavailable (threads), kNoMemory.
-  static Result<std::unique_ptr<Graphs>> create(const Model& model, AttentionStep& step, int threads);
+  // All three must outlive it; `products` is for as many threads. Errors: kUnavailable (threads), kNoMemory.
+  static Result<std::unique_ptr<Graphs>> create(const Model& model, AttentionStep& step, const Products& products,
+                                                int threads);
   ~Graphs();
 
   // A graph with memory behind its tensors. Valid until the next get(): all graphs share one compute buffer.
@@ -47,11 +50,13 @@ class Graphs {
   int threads() const { return threads_; }
 
  private:
-  Graphs(const Model& model, AttentionStep& step, int threads) : model_(model), step_(step), threads_(threads) {}
+  Graphs(const Model& model, AttentionStep& step, const Products& products, int threads)
+      : model_(model), step_(step), products_(products), threads_(threads) {}
   std::unique_ptr<Graph> build(int64_t n_tokens, int64_t n_rows);
 
   const Model& model_;
   AttentionStep& step_;
+  const Products& products_;
   const int threads_;
   ggml_threadpool* pool_ = nullptr;
   ggml_gallocr_ptr allocator_;

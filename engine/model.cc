@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -134,13 +135,12 @@ Result<std::unique_ptr<Model>> Model::load(const std::string& path) {
   return model;
 }
 
-// ggml 0.25.3: one column is a dot product a row; two or more may be a tiled product of another order. Formats in
-// blocks of 256 (K-quants and most IQ types) have a second tiled product from 8 columns on.
-int64_t Model::reproducible_columns() const {
-  int64_t columns = 2;
+std::vector<const ggml_tensor*> Model::product_weights() const {
+  std::vector<const ggml_tensor*> out;
+  const bool tied = !weights_.contains("output.weight");
   for (ggml_tensor* t = ggml_get_first_tensor(context_.get()); t; t = ggml_get_next_tensor(context_.get(), t))
-    if (ggml_blck_size(t->type) == 256) columns = 8;
-  return columns;
+    if (t->ne[1] > 1 && (tied || std::string_view(t->name) != "token_embd.weight")) out.push_back(t);
+  return out;
 }
 
 void Model::read_in(const std::function<void(double fraction)>& progress) const {

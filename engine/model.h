@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "engine/architecture.h"
 #include "engine/engine.h"
@@ -24,8 +25,8 @@ class Model {
   // Reads every weight page once, so that the first step does not wait for the disk. `progress` gets 0 to 1.
   void read_in(const std::function<void(double fraction)>& progress) const;
 
-  // Fewest columns from which ggml's product with every weight adds in one order, whatever their number.
-  int64_t reproducible_columns() const;
+  // The weights of matrix products: not norms, nor an embedding that is only looked up.
+  std::vector<const ggml_tensor*> product_weights() const;
 
   const ModelInfo& info() const { return info_; }
   const HyperParameters& hyper_parameters() const { return hyper_parameters_; }

@@ -49,6 +49,12 @@ PKV_INLINE void start(Sum<Codec::kMaxCode>& sum, const From& x, int64_t token, i
   sum.template start_below<Codec::kOffset == 0 ? 1 : Codec::kOffset>(sums[part]);
 }
 
+// Lanes from `first_lane` on, of which there may be all or none. A masked store is slow on some CPUs.
+PKV_INLINE void store_rows(float* to, int64_t first_lane, Vec y) {
+  if (first_lane <= 0) return store(to, y);
+  if (first_lane < kLanes) store_from(to, first_lane, y);
+}
+
 // --- few tokens
 // ---------------------------------------------------------------------------------------------------
 
@@ -99,7 +105,7 @@ void few(const ProductCall& call) {
     rows_of_few<Codec, n_tokens>(call, first, call.token_begin, y);
 #pragma GCC unroll 8
     for (int t = 0; t < n_tokens; ++t)
-      store_from(call.y + (call.token_begin + t) * call.y_stride + first, row - first, y[t]);
+      store_rows(call.y + (call.token_begin + t) * call.y_stride + first, row - first, y[t]);
   }
 }
 
@@ -217,10 +223,8 @@ void tile(const PanelMemory& w, const Tile& t) {
 #pragma GCC unroll 8
   for (int c = 0; c < n_tokens; ++c)
 #pragma GCC unroll 2
-    for (int r = 0; r < kTileRows; ++r) {
-      const int64_t lane = larger(0, smaller(kLanes, t.first_lane - r * kLanes));
-      store_from(t.to + c * t.to_stride + r * kLanes, lane, y[c][r]);
-    }
+    for (int r = 0; r < kTileRows; ++r)
+      store_rows(t.to + c * t.to_stride + r * kLanes, t.first_lane - r * kLanes, y[c][r]);
 }
 
 template <class Codec>

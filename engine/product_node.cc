@@ -1,0 +1,132 @@
+#include "engine/product_node.h"
+
+#include <cstdlib>
+#include <set>
+#include <utility>
+
+namespace pagedkv::engine {
+namespace {
+
+constexpr int kVersion = 1;  // of the order in which products are added (docs/numerics.md, section 6)
+// Elements of x that every thread quantizes for itself: a microsecond.
+constexpr int64_t kSmall = 8192;
+constexpr size_t kAlignment = 4096;
+
+std::optional<WeightFormat> format_of(ggml_type type) {
+  switch (type) {
+    case GGML_TYPE_Q4_0:
+      return WeightFormat::kQ4_0;
+    case GGML_TYPE_Q4_1:
+      return WeightFormat::kQ4_1;
+    case GGML_TYPE_Q5_0:
+      return WeightFormat::kQ5_0;
+    case GGML_TYPE_Q8_0:
+      return WeightFormat::kQ8_0;
+    case GGML_TYPE_Q4_K:
+      return WeightFormat::kQ4_K;
+    case GGML_TYPE_Q6_K:
+      return WeightFormat::kQ6_K;
+    default:
+      return std::nullopt;
+  }
+}
+
+size_t rounded(int64_t bytes) { return (size_t(bytes) + kAlignment - 1) / kAlignment * kAlignment; }
+// Of a thread: multiply's own scratch, and the codes of a small x.
+size_t scratch_of_thread() {
+  return rounded(MatrixProducts::scratch_bytes()) + rounded(2 * MatrixProducts::quantized_bytes(kSmall, 1));
+}
+
+bool is_small(const ggml_tensor* x) { return x->ne[0] * x->ne[1] <= kSmall; }
+int64_t stride_of(const ggml_tensor* x) { return int64_t(x->nb[1] / sizeof(float)); }
+
+}  // namespace
+
+Result<std::unique_ptr<Products>> Products::create(ProductsChoice choice, int threads) {
+  auto products = MatrixProducts::create();
+  if (!products.ok()) return products.status();
+  std::unique_ptr<Products> out(new Products(*products, choice));
+  const size_t bytes = scratch_of_thread() * size_t(threads);
+  out->scratch_ = static_cast<std::byte*>(std::aligned_alloc(kAlignment, bytes));
+  if (out->scratch_ == nullptr)
+    return Status(Code::kNoMemory, "no memory for " + std::to_string(bytes) + " bytes that matrix products work in");
+  return out;
+}
+
+Products::~Products() { std::free(scratch_); }
+
+bool Products::takes(const ggml_tensor& weight) const {
+  if (choice_ == ProductsChoice::kGgml || !products_.fast()) return false;
+  const auto format = format_of(weight.type);
+  const bool matrix = weight.ne[2] == 1 && weight.ne[3] == 1;
+  return format && matrix && MatrixProducts::takes(*format, weight.ne[1], weight.ne[0]);
+}
+
+std::string Products::key(std::span<const ggml_tensor* const> weights) const {
+  std::set<std::string_view> ours;
+  for (const ggml_tensor* w : weights)
+    if (takes(*w)) ours.insert(ggml_type_name(w->type));
+  if (ours.empty()) return "";
+  std::string key = " products " + std::to_string(kVersion) + ":";
+  for (std::string_view name : ours) key.append(" ").append(name);
+  return key;
+}
+
+ggml_tensor* ProductNodes::quantized(ggml_context* ctx, ggml_tensor* x) {
+  for (const auto& [of, codes] : quantized_)
+    if (of == x) return codes;
+  ggml_tensor* args[] = {x};
+  ggml_tensor* codes =
+      ggml_custom_4d(ctx, GGML_TYPE_I8, MatrixProducts::quantized_bytes(x->ne[0], x->ne[1]), 1, 1, 1, args, 1, quantize,
+                     GGML_N_TASKS_MAX, const_cast<Products*>(&products_));
+  quantized_.emplace_back(x, codes);
+  return codes;
+}
+
+ggml_tensor* ProductNodes::build(ggml_context* ctx, ggml_tensor* w, ggml_tensor* x) {
+  if (!products_.takes(*w) || x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) || x->ne[2] != 1 || x->ne[3] != 1)
+    return ggml_mul_mat(ctx, w, x);
+  const bool small = is_small(x);
+  ggml_tensor* args[] = {small ? x : quantized(ctx, x), w};
+  return ggml_custom_4d(ctx, GGML_TYPE_F32, w->ne[1], x->ne[1], 1, 1, args, 2, small ? multiply_small : multiply,
+                        GGML_N_TASKS_MAX, const_cast<Products*>(&products_));
+}
+
+void ProductNodes::quantize(ggml_tensor* dst, int ith, int nth, void* userdata) {
+  const auto& products = *static_cast<const Products*>(userdata);
+  const ggml_tensor* x = dst->src[0];
+  // takes() has asked for what could be refused here.
+  static_cast<void>(products.products_.quantize(static_cast<const float*>(x->data), stride_of(x), x->ne[0], x->ne[1],
+                                                static_cast<std::byte*>(dst->data), {ith, nth}));
+}
+
+void ProductNodes::multiply(ggml_tensor* dst, int ith, int nth, void* userdata) {
+  const auto& products = *static_cast<const Products*>(userdata);
+  multiply_quantized(products, static_cast<const std::byte*>(dst->src[0]->data), dst, ith, nth);
+}
+
+void ProductNodes::multiply_small(ggml_tensor* dst, int ith, int nth, void* userdata) {
+  const auto& products = *static_cast<const Products*>(userdata);
+  const ggml_tensor* x = dst->src[0];
+  std::byte* codes = products.scratch_ + size_t(ith) * scratch_of_thread() + rounded(MatrixProducts::scratch_bytes());
+  static_cast<void>(products.products_.quantize(static_cast<const float*>(x->data), stride_of(x), x->ne[0], x->ne[1],
+                                                codes, {0, 1}));
+  multiply_quantized(products, codes, dst, ith, nth);
+}
+
+void ProductNodes::multiply_quantized(const Products& products, const std::byte* x, ggml_tensor* dst, int ith, int nth) {
+  const ggml_tensor* w = dst->src[1];
+  const MatrixProducts::Call call{.weight = {.data = static_cast<const std::byte*>(w->data),
+                                             .format = *format_of(w->type),
+                                             .n_out = w->ne[1],
+                                             .n_in = w->ne[0],
+                                             .row_bytes = int64_t(w->nb[1])},
+                                  .x = x,
+                                  .n_tokens = dst->ne[1],
+                                  .y = static_cast<float*>(dst->data),
+                                  .y_stride = dst->ne[0],
+                                  .scratch = products.scratch_ + size_t(ith) * scratch_of_thread()};
+  static_cast<void>(products.products_.multiply(call, {ith, nth}));
+}
+
+}  // namespace pagedkv::engine
