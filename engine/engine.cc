@@ -50,7 +50,8 @@ int64_t reproducible_columns(const Model& model, const Products& products) {
   return columns;
 }
 
-CacheOptions cache_options_for(const EngineOptions& options, const ModelInfo& info, std::string fingerprint, Tokens context) {
+CacheOptions cache_options_for(const EngineOptions& options, const ModelInfo& info, std::string fingerprint,
+                               Tokens context) {
   CacheOptions out;
   out.groups = info.groups;
   for (GroupSpec& group : out.groups) group.shape.formats = options.kv_formats;
@@ -195,7 +196,8 @@ int Engine::threads() const { return impl_->graphs->threads(); }
 
 ProductsInfo Engine::products() const {
   ProductsInfo info;
-  for (const ggml_tensor* w : impl_->model->product_weights()) ++(impl_->products->takes(*w) ? info.n_own : info.n_ggml);
+  for (const ggml_tensor* w : impl_->model->product_weights())
+    ++(impl_->products->takes(*w) ? info.n_own : info.n_ggml);
   if (info.n_own > 0) info.isa = impl_->products->isa();
   return info;
 }

@@ -49,7 +49,8 @@ Result<std::unique_ptr<Products>> Products::create(ProductsChoice choice, int th
   const size_t bytes = scratch_of_thread() * size_t(threads);
   out->scratch_ = static_cast<std::byte*>(std::aligned_alloc(kAlignment, bytes));
   if (out->scratch_ == nullptr)
-    return Status(Code::kNoMemory, "no memory for " + std::to_string(bytes) + " bytes that matrix products work in");
+    return Status(Code::kNoMemory,
+                  "no memory for " + std::to_string(bytes) + " bytes that matrix products work in");
   return out;
 }
 
@@ -76,15 +77,15 @@ ggml_tensor* ProductNodes::quantized(ggml_context* ctx, ggml_tensor* x) {
   for (const auto& [of, codes] : quantized_)
     if (of == x) return codes;
   ggml_tensor* args[] = {x};
-  ggml_tensor* codes =
-      ggml_custom_4d(ctx, GGML_TYPE_I8, MatrixProducts::quantized_bytes(x->ne[0], x->ne[1]), 1, 1, 1, args, 1, quantize,
-                     GGML_N_TASKS_MAX, const_cast<Products*>(&products_));
+  ggml_tensor* codes = ggml_custom_4d(ctx, GGML_TYPE_I8, MatrixProducts::quantized_bytes(x->ne[0], x->ne[1]), 1, 1,
+                                      1, args, 1, quantize, GGML_N_TASKS_MAX, const_cast<Products*>(&products_));
   quantized_.emplace_back(x, codes);
   return codes;
 }
 
 ggml_tensor* ProductNodes::build(ggml_context* ctx, ggml_tensor* w, ggml_tensor* x) {
-  if (!products_.takes(*w) || x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) || x->ne[2] != 1 || x->ne[3] != 1)
+  if (!products_.takes(*w) || x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) || x->ne[2] != 1 ||
+      x->ne[3] != 1)
     return ggml_mul_mat(ctx, w, x);
   const bool small = is_small(x);
   ggml_tensor* args[] = {small ? x : quantized(ctx, x), w};
@@ -96,8 +97,8 @@ void ProductNodes::quantize(ggml_tensor* dst, int ith, int nth, void* userdata) 
   const auto& products = *static_cast<const Products*>(userdata);
   const ggml_tensor* x = dst->src[0];
   // takes() has asked for what could be refused here.
-  static_cast<void>(products.products_.quantize(static_cast<const float*>(x->data), stride_of(x), x->ne[0], x->ne[1],
-                                                static_cast<std::byte*>(dst->data), {ith, nth}));
+  static_cast<void>(products.products_.quantize(static_cast<const float*>(x->data), stride_of(x), x->ne[0],
+                                                x->ne[1], static_cast<std::byte*>(dst->data), {ith, nth}));
 }
 
 void ProductNodes::multiply(ggml_tensor* dst, int ith, int nth, void* userdata) {
@@ -108,13 +109,15 @@ void ProductNodes::multiply(ggml_tensor* dst, int ith, int nth, void* userdata) 
 void ProductNodes::multiply_small(ggml_tensor* dst, int ith, int nth, void* userdata) {
   const auto& products = *static_cast<const Products*>(userdata);
   const ggml_tensor* x = dst->src[0];
-  std::byte* codes = products.scratch_ + size_t(ith) * scratch_of_thread() + rounded(MatrixProducts::scratch_bytes());
-  static_cast<void>(products.products_.quantize(static_cast<const float*>(x->data), stride_of(x), x->ne[0], x->ne[1],
-                                                codes, {0, 1}));
+  std::byte* codes =
+      products.scratch_ + size_t(ith) * scratch_of_thread() + rounded(MatrixProducts::scratch_bytes());
+  static_cast<void>(products.products_.quantize(static_cast<const float*>(x->data), stride_of(x), x->ne[0],
+                                                x->ne[1], codes, {0, 1}));
   multiply_quantized(products, codes, dst, ith, nth);
 }
 
-void ProductNodes::multiply_quantized(const Products& products, const std::byte* x, ggml_tensor* dst, int ith, int nth) {
+void ProductNodes::multiply_quantized(const Products& products, const std::byte* x, ggml_tensor* dst, int ith,
+                                      int nth) {
   const ggml_tensor* w = dst->src[1];
   const MatrixProducts::Call call{.weight = {.data = static_cast<const std::byte*>(w->data),
                                              .format = *format_of(w->type),

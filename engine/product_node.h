@@ -33,7 +33,8 @@ class Products {
   // A fixed table of format, shape and instruction set: the same for every number of tokens, on every run.
   bool takes(const ggml_tensor& weight) const;
   std::string_view isa() const { return products_.isa(); }
-  // What goes into cache keys: K and V differ in their last bits by who multiplied. Empty where all weights are ggml's.
+  // What goes into cache keys: K and V differ in their last bits by who multiplied. Empty where all weights are
+  // ggml's.
   std::string key(std::span<const ggml_tensor* const> weights) const;
 
  private:

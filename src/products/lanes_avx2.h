@@ -8,7 +8,8 @@ namespace {
 using namespace kernels::PKV_ISA;  // NOLINT(google-build-using-namespace): the wrapper of this instruction set
 
 constexpr int kTileRows = 2;
-constexpr int kTileColumns = 3;  // 2 x 3 sums, 2 x 3 results and 4 more fill 16 registers
+constexpr bool kTilesPrefetch = false;  // where it was measured, it made no difference
+constexpr int kTileColumns = 3;         // 2 x 3 sums, 2 x 3 results and 4 more fill 16 registers
 
 PKV_INLINE void load_rows(const uint8_t* p, int64_t stride, Codes* x) {
 #pragma GCC unroll 4
@@ -60,15 +61,18 @@ PKV_INLINE void store_from(float* p, int64_t first_lane, Vec v) {
   _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(int(first_lane) - 1)), v);
 }
 
-PKV_INLINE void sum_halves(const int8_t* codes, int32_t* sums) {
-  const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
-  __m256i x = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), all), _mm256_set1_epi16(1));
+PKV_INLINE Codes pack(const Vec* v) {
+  const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(v[0]), _mm256_cvtps_epi32(v[1]));
+  const __m256i high = _mm256_packs_epi32(_mm256_cvtps_epi32(v[2]), _mm256_cvtps_epi32(v[3]));
+  return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+PKV_INLINE void sum_halves(Codes codes, int32_t* sums) {
+  __m256i x = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), codes), _mm256_set1_epi16(1));
   x = _mm256_add_epi32(x, _mm256_shuffle_epi32(x, 0xb1));
   x = _mm256_add_epi32(x, _mm256_shuffle_epi32(x, 0x4e));
   sums[0] = _mm256_extract_epi32(x, 0);
   sums[1] = _mm256_extract_epi32(x, 4);
 }
-constexpr int kHalvesAtOnce = 2;
 
 template <int max_code>
 class Sum {
@@ -94,7 +98,9 @@ class Sum {
         wide_ = _mm256_add_epi32(wide_, _mm256_madd_epi16(narrow_, _mm256_set1_epi16(1)));
     }
   }
-  PKV_INLINE Vec value() const { return _mm256_cvtepi32_ps(wide_); }
+  using Scale = Vec;
+  static PKV_INLINE Scale scale(Vec by) { return by; }
+  PKV_INLINE Vec times(Scale by) const { return mul(by, _mm256_cvtepi32_ps(wide_)); }
 
  private:
   __m256i wide_, narrow_;

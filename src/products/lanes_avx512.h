@@ -7,7 +7,8 @@ namespace {
 
 using namespace kernels::PKV_ISA;  // NOLINT(google-build-using-namespace): the wrapper of this instruction set
 
-constexpr int kTileRows = 2;     // registers of rows in a panel
+constexpr int kTileRows = 2;  // registers of rows in a panel
+constexpr bool kTilesPrefetch = true;
 constexpr int kTileColumns = 6;  // tokens of a tile: 2 x 6 sums, 2 x 6 results and 4 more fill 32 registers
 
 // 16 bytes of each of the rows p, p + stride, ...: x[i] has dword i, row r in lane r.
@@ -61,28 +62,34 @@ PKV_INLINE void store_from(float* p, int64_t first_lane, Vec v) {
   _mm512_mask_storeu_ps(p, __mmask16(0xffffU << first_lane), v);
 }
 
+// Four registers of integers from -128 to 127, rounded to nearest even, as codes one after another.
+PKV_INLINE Codes pack(const Vec* v) {
+  const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(v[0]), _mm512_cvtps_epi32(v[1]));
+  const __m512i high = _mm512_packs_epi32(_mm512_cvtps_epi32(v[2]), _mm512_cvtps_epi32(v[3]));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+}
 // Sums of 16 codes each, of 64.
-PKV_INLINE void sum_halves(const int8_t* codes, int32_t* sums) {
-  const __m512i words = _mm512_maddubs_epi16(_mm512_set1_epi8(1), _mm512_loadu_si512(codes));
+PKV_INLINE void sum_halves(Codes codes, int32_t* sums) {
+  const __m512i words = _mm512_maddubs_epi16(_mm512_set1_epi8(1), codes);
   __m512i x = _mm512_madd_epi16(words, _mm512_set1_epi16(1));
   x = _mm512_add_epi32(x, _mm512_shuffle_epi32(x, _MM_PERM_ENUM(0xb1)));
   x = _mm512_add_epi32(x, _mm512_shuffle_epi32(x, _MM_PERM_ENUM(0x4e)));
   const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), _mm512_castsi512_si128(_mm512_permutexvar_epi32(first, x)));
 }
-constexpr int kHalvesAtOnce = 4;
 
 // The sum of some products of dwords of codes. max_code: the largest code of the weights; 0: they are signed and
 // went through prepare_signed.
 template <int max_code>
 class Sum {
  public:
-  PKV_INLINE void start() { wide_ = no_ints(); }
+  PKV_INLINE void start() { wide_ = _mm512_set1_epi32(kZero); }
   // At what `offset`, a power of two, adds too much to products with codes of this sum.
   template <int offset>
   PKV_INLINE void start_below(int32_t sum_of_codes) {
     constexpr int kShift = __builtin_ctz(offset);
-    wide_ = _mm512_sub_epi32(no_ints(), _mm512_slli_epi32(_mm512_set1_epi32(sum_of_codes), kShift));
+    wide_ = _mm512_sub_epi32(_mm512_set1_epi32(kZero), _mm512_slli_epi32(_mm512_set1_epi32(sum_of_codes), kShift));
   }
   // k: counts the calls since start(), of n.
   PKV_INLINE void add(int k, int n, Codes w, Codes x) {
@@ -104,9 +111,26 @@ class Sum {
     }
 #endif
   }
-  PKV_INLINE Vec value() const { return _mm512_cvtepi32_ps(wide_); }
+#if defined(__AVX512VNNI__)
+  // A sum that started at the bits of 1.5 * 2^23 is, read as a float, 1.5 * 2^23 more than it counts: one fma with
+  // the scale and -1.5 * 2^23 * scale scales it, without a conversion, and rounds once. Scales have 19 bits at
+  // most, so that the second factor is exact.
+  struct Scale {
+    Vec by, less;
+  };
+  static PKV_INLINE Scale scale(Vec by) { return {by, mul(by, set1(-0x1.8p23f))}; }
+  PKV_INLINE Vec times(const Scale& s) const { return fma(_mm512_castsi512_ps(wide_), s.by, s.less); }
 
  private:
+  static constexpr int32_t kZero = 0x4b400000;
+#else
+  using Scale = Vec;
+  static PKV_INLINE Scale scale(Vec by) { return by; }
+  PKV_INLINE Vec times(Scale by) const { return mul(by, _mm512_cvtepi32_ps(wide_)); }
+
+ private:
+  static constexpr int32_t kZero = 0;
+#endif
   __m512i wide_, narrow_;
 };
 

@@ -88,7 +88,7 @@ PKV_INLINE void rows_of_few(const ProductCall& call, int64_t row, int64_t token,
 #pragma GCC unroll 8
           for (int k = 0; k < kSteps; ++k) sum.add(k, kSteps, codes[k], repeat4(a + 4 * k));
           const int64_t g = t * x.n_groups + group_of<Codec>(part);
-          y[t] = fma(mul(scale, sum.value()), set1(x.scales[g]), y[t]);
+          y[t] = fma(sum.times(sum.scale(scale)), set1(x.scales[g]), y[t]);
           if constexpr (Codec::kHasShift) y[t] = fma(shift, set1(x.shifts[g]), y[t]);
         }
       });
@@ -186,6 +186,10 @@ void tile(const PanelMemory& w, const Tile& t) {
     const int64_t part = visited<Codec>(i), g = group_of<Codec>(part);
     const uint8_t* codes = w.codes + part_bytes<Codec>(part);
     const uint8_t* a = x.codes + part * Codec::kPart;
+    if (kTilesPrefetch && part % (64 / Codec::kPart) == 0) {  // 64 bytes of the next tile's codes
+#pragma GCC unroll 8
+      for (int c = 0; c < n_tokens; ++c) prefetch_soon(a + (n_tokens + c) * x.code_stride);
+    }
     Sum<Codec::kMaxCode> sum[n_tokens][kTileRows];
 #pragma GCC unroll 8
     for (int c = 0; c < n_tokens; ++c)
@@ -203,12 +207,15 @@ void tile(const PanelMemory& w, const Tile& t) {
         for (int r = 0; r < kTileRows; ++r) sum[c][r].add(k, kSteps, w_k[r], x_k);
       }
     }
+    typename Sum<Codec::kMaxCode>::Scale scales[kTileRows];
+#pragma GCC unroll 2
+    for (int r = 0; r < kTileRows; ++r)
+      scales[r] = Sum<Codec::kMaxCode>::scale(load(w.scales + part * kPanel + r * kLanes));
 #pragma GCC unroll 8
     for (int c = 0; c < n_tokens; ++c) {
       const Vec scale = set1(x.scales[c * x.n_groups + g]);
 #pragma GCC unroll 2
-      for (int r = 0; r < kTileRows; ++r)
-        y[c][r] = fma(mul(load(w.scales + part * kPanel + r * kLanes), sum[c][r].value()), scale, y[c][r]);
+      for (int r = 0; r < kTileRows; ++r) y[c][r] = fma(sum[c][r].times(scales[r]), scale, y[c][r]);
     }
     if constexpr (Codec::kHasShift) {
 #pragma GCC unroll 8
@@ -270,7 +277,8 @@ void panel(const ProductCall& call, int64_t row, int64_t begin, int64_t end, int
 
 template <class Codec>
 void many(const ProductCall& call) {
-  const int64_t n_in = call.weights.n_in, step = n_in <= kMostDepth ? n_in : kDepth;
+  constexpr int64_t kWider = kPanelRows / kPanel;  // a narrow panel is deeper
+  const int64_t n_in = call.weights.n_in, step = n_in <= kMostDepth * kWider ? n_in : kDepth * kWider;
   float* partial = memory_of(call.scratch).partial;
   for (int64_t begin = call.token_begin; begin < call.token_end; begin += kMostTokens) {
     const int64_t end = smaller(begin + kMostTokens, call.token_end);
@@ -330,22 +338,56 @@ void product(const ProductCall& call) {
 
 // scale = largest / 127, codes = x * (127 / largest) to the nearest, ties to even; all 0 below kLeast. A group with
 // NaN or infinity gets the scale NaN: whatever comes of it is NaN, never a number that looks right.
-PKV_INLINE void quantize_group(const float* x, int8_t* codes, float* scale) {
-  constexpr int kVecs = int{kGroup} / kLanes;
+PKV_INLINE float factor_of(float largest, float* scale) {
+  const bool some = largest >= kLeast;
+  *scale = some ? largest / 127.0f : 0.0f;
+  return some ? 127.0f / largest : 0.0f;
+}
+constexpr int kVecs = int{kGroup} / kLanes;  // of a group
+constexpr int kPackedVecs = 4;               // whose codes are packed at once
+constexpr int kPackedHalves = kPackedVecs * kLanes / 16;
+
+void quantize_group(const float* x, int8_t* codes, float* scale) {
   Vec top = zero();
   bool finite = true;
-#pragma GCC unroll 4
   for (int i = 0; i < kVecs; ++i) {
     const Vec v = load(x + i * kLanes);
     top = max(top, abs(v));
     finite = finite && !any_not_finite(v);
   }
-  const float largest = finite ? reduce_max(top) : 0;
-  const bool some = largest >= kLeast;
-  *scale = !finite ? __builtin_nanf("") : some ? largest / 127.0f : 0.0f;
-  const Vec factor = set1(some ? 127.0f / largest : 0.0f);
-#pragma GCC unroll 4
+  const Vec factor = set1(factor_of(finite ? reduce_max(top) : 0, scale));
+  if (!finite) *scale = __builtin_nanf("");
   for (int i = 0; i < kVecs; ++i) store_i8(codes + i * kLanes, mul(load(x + i * kLanes), factor));
+}
+
+// Four groups.
+PKV_INLINE void quantize_groups(const float* x, int8_t* codes, float* scales) {
+  Vec top[4], not_finite = zero();
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) {
+    top[g] = zero();
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; ++i) {
+      const Vec v = load(x + (g * kVecs + i) * kLanes);
+      top[g] = max(top[g], abs(v));
+      not_finite = fma(v, zero(), not_finite);
+    }
+  }
+  if (any_not_finite(not_finite)) {
+    for (int g = 0; g < 4; ++g) quantize_group(x + g * kGroup, codes + g * kGroup, scales + g);
+    return;
+  }
+  float largest[4], factors[4];
+  reduce_max4(top, largest);
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) factors[g] = factor_of(largest[g], scales + g);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4 * kVecs; i += kPackedVecs) {
+    Vec v[kPackedVecs];
+#pragma GCC unroll 4
+    for (int j = 0; j < kPackedVecs; ++j) v[j] = mul(load(x + (i + j) * kLanes), set1(factors[(i + j) / kVecs]));
+    store_codes(reinterpret_cast<uint8_t*>(codes) + i * kLanes, pack(v));
+  }
 }
 
 void quantize_activations(const QuantizeCall& call) {
@@ -353,21 +395,22 @@ void quantize_activations(const QuantizeCall& call) {
   for (int64_t token = call.token_begin; token < call.token_end; ++token) {
     const float* x = call.x + token * call.x_stride;
     int8_t* codes = to.codes + token * to.code_stride;
-    float* scales = to.scales + token * to.n_groups;
-    float* shifts = to.shifts + token * to.n_groups;
-    int32_t* sums = to.sums + token * to.n_groups;
-    int32_t* half_sums = to.half_sums + token * to.n_groups * 2;
-    for (int64_t g = 0; g < to.n_groups; ++g) quantize_group(x + g * kGroup, codes + g * kGroup, scales + g);
-    // The codes' stride leaves room for whole registers.
-    alignas(64) int32_t few_sums[8];
-    for (int64_t g = 0; g < to.n_groups; g += kHalvesAtOnce / 2) {
-      sum_halves(codes + g * kGroup, few_sums);
-      for (int64_t i = 0; i < kHalvesAtOnce / 2 && g + i < to.n_groups; ++i) {
-        half_sums[2 * (g + i)] = few_sums[2 * i];
-        half_sums[2 * (g + i) + 1] = few_sums[2 * i + 1];
-        sums[g + i] = few_sums[2 * i] + few_sums[2 * i + 1];
-        shifts[g + i] = scales[g + i] * float(sums[g + i]);
-      }
+    const int64_t first = token * to.n_groups;
+    int64_t g = 0;
+    for (; g + 4 <= to.n_groups; g += 4) quantize_groups(x + g * kGroup, codes + g * kGroup, to.scales + first + g);
+    for (; g < to.n_groups; ++g) quantize_group(x + g * kGroup, codes + g * kGroup, to.scales + first + g);
+    int32_t* half_sums = to.half_sums + 2 * first;
+    int64_t half = 0;
+    for (; half + kPackedHalves <= 2 * to.n_groups; half += kPackedHalves)
+      sum_halves(load_codes(reinterpret_cast<uint8_t*>(codes) + half * 16), half_sums + half);
+    if (half < 2 * to.n_groups) {  // the codes' stride leaves room for whole registers, that of the sums does not
+      int32_t rest[kPackedHalves];
+      sum_halves(load_codes(reinterpret_cast<uint8_t*>(codes) + half * 16), rest);
+      for (int i = 0; half < 2 * to.n_groups; ++i, ++half) half_sums[half] = rest[i];
+    }
+    for (g = 0; g < to.n_groups; ++g) {
+      to.sums[first + g] = half_sums[2 * g] + half_sums[2 * g + 1];
+      to.shifts[first + g] = to.scales[first + g] * float(to.sums[first + g]);
     }
   }
 }
