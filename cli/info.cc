@@ -1,5 +1,6 @@
 // What this machine offers, and what pagedkv makes of it.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <cstdio>
 #include <fstream>
@@ -44,6 +45,7 @@ struct Machine {
   std::optional<std::string> cpu = cpu_name();
   std::vector<IsaEntry> entries = isa_entries();
   IsaChoice isa;
+  std::vector<std::string> product_types;
   std::optional<std::string> huge = huge_pages();
   engine::GgmlBuild ggml = engine::ggml_build();
   int threads = engine::default_threads();
@@ -63,6 +65,7 @@ void print_json(const Machine& m) {
                  {"isa", Json{{"entries", entries},
                               {"runs", m.isa.name},
                               {"because", m.isa.by_environment ? "PAGEDKV_ISA" : "best supported"}}},
+                 {"products", m.product_types},
                  {"huge_pages", or_null(m.huge)},
                  {"ggml", Json{{"version", m.ggml.version}, {"features", features}}},
                  {"read_gbps", Json{{"one_thread", rate(m.read_one)}, {"all_threads", rate(m.read_all)}}},
@@ -90,6 +93,9 @@ void print_table(const Machine& m) {
       {"kernels", entries},
       {"", fmt::format("{} runs: {}", m.isa.name,
                        m.isa.by_environment ? "PAGEDKV_ISA says so" : "the best that this machine supports")},
+      {"products", m.product_types.empty()
+                       ? "ggml's"
+                       : fmt::format("{}; ggml's for the others", fmt::join(m.product_types, " "))},
       {"huge pages", !m.huge              ? "unknown"
                      : *m.huge == "never" ? "never: reading K and V will be slower"
                                           : *m.huge},
@@ -110,6 +116,9 @@ int info(const InfoOptions& options) {
   auto isa = default_isa();
   if (!isa.ok()) return fail(isa.status());
   machine.isa = *isa;
+  auto types = engine::own_product_types();
+  if (!types.ok()) return fail(types.status());
+  machine.product_types = *types;
   machine.read_one = bench::read_rate(1);
   machine.read_all = bench::read_rate(machine.threads);
   if (options.json) {

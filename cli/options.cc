@@ -159,8 +159,10 @@ Take format_word(std::optional<Format>& target) {
 void add_reproducible(CLI::App& command, bool& reproducible) {
   command.add_flag(
       "--reproducible", reproducible,
-      wrapped("equal prompts give equal logits to the bit, however they are chunked, batched or found in "
-              "the cache. Off by default: single tokens decode slower with it"));
+      wrapped(
+          "equal prompts give equal logits to the bit, however they are chunked, batched or found in the cache. "
+          "Where our kernels multiply with every weight they do so anyway; ggml's products of single tokens get "
+          "slower"));
 }
 
 void add_query_path(CLI::App& command, QueryPath& path) {
@@ -170,6 +172,18 @@ void add_query_path(CLI::App& command, QueryPath& path) {
       [&path](const std::string& word) {
         const auto parsed = parse_query_path(word);
         if (parsed.ok()) path = *parsed;
+        return parsed.status();
+      });
+}
+
+void add_products(CLI::App& command, engine::ProductsChoice& products) {
+  add(command, "--products", "WHO",
+      "who multiplies with quantized weights: auto (our kernels for the types that `pagedkv info` lists, ggml for "
+      "the "
+      "others) or ggml (always). Default: auto",
+      [&products](const std::string& word) {
+        const auto parsed = engine::parse_products_choice(word);
+        if (parsed.ok()) products = *parsed;
         return parsed.status();
       });
 }
@@ -220,6 +234,7 @@ void add_engine_options(CLI::App& command, EngineWords& words) {
         return invalid_argument(fmt::format("\"{}\" is neither block_major nor layer_major", word));
       });
   add_query_path(command, options.query_path);
+  add_products(command, options.products);
   add_reproducible(command, options.reproducible);
 }
 

@@ -21,4 +21,13 @@ void print_stats(const Stats& stats) {
   print_err("\n{}", table(rows, {Align::kLeft, Align::kRight}, "  "));
 }
 
+std::vector<std::string> products_row(const engine::ProductsInfo& products) {
+  const int64_t all = products.n_own + products.n_ggml;
+  if (products.n_own == 0) return {"products", "ggml", fmt::format("all {} weights", all)};
+  return {"products", products.isa,
+          products.n_ggml == 0
+              ? fmt::format("all {} weights by our kernels", all)
+              : fmt::format("{} of {} weights by our kernels, the others by ggml", products.n_own, all)};
+}
+
 }  // namespace pagedkv::cli

@@ -10,6 +10,7 @@
 #include "cli/console.h"
 #include "cli/input.h"
 #include "cli/output.h"
+#include "cli/report.h"
 #include "pagedkv/layout.h"
 #include "server/server.h"
 
@@ -37,7 +38,7 @@ Result<std::vector<std::string>> api_keys(const ServeOptions& options) {
 
 // What was started, and what it takes.
 void print_start(const ServeOptions& options, const server::ServerOptions& server, engine::StepModel& model,
-                 int port) {
+                 const engine::ProductsInfo& products, int port) {
   const CacheOptions& cache = model.cache().options();
   int64_t per_token = 0;
   for (const GroupSpec& group : cache.groups)
@@ -52,6 +53,7 @@ void print_start(const ServeOptions& options, const server::ServerOptions& serve
       {"K and V", kv_quant_name(cache.groups.front().shape.formats),
        fmt::format("{} bytes a token, query path {}, kernels {}", with_commas(per_token),
                    query_path_name(model.cache().query_path()), model.cache().isa())},
+      products_row(products),
       {"pool", human_bytes(cache.kv_memory.n),
        fmt::format("at most: {} tokens; {} blocks of {} from the start", with_commas(model.cache().capacity().n),
                    with_commas(stats.blocks_total), cache.block_size.n)},
@@ -92,9 +94,10 @@ int serve(const ServeOptions& options) {
   server.log = [](const std::string& line) { print_err("{}\n", line); };
   server.lost_log_lines = lost_err_lines;
   int port = 0;
+  engine::ProductsInfo products;
   server.on_listening = [&port](int bound) { port = bound; };
   ProgressBar progress("loading");
-  server.on_ready = [&](engine::StepModel& model) { print_start(options, server, model, port); };
+  server.on_ready = [&](engine::StepModel& model) { print_start(options, server, model, products, port); };
   const auto load = [&](const std::function<void(double)>& show) -> Result<std::unique_ptr<engine::StepModel>> {
     engine_options->progress = [&](double fraction) {
       progress.show(fraction);
@@ -103,6 +106,7 @@ int serve(const ServeOptions& options) {
     auto engine = engine::Engine::load(*engine_options);
     progress.clear();
     if (!engine.ok()) return engine.status();
+    products = (*engine)->products();
     return std::unique_ptr<engine::StepModel>(std::move(*engine));
   };
   const Status status = server::serve(server, load);

@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -68,12 +69,18 @@ inline constexpr Blocks kDefaultNumBlocks{1024};
 
 // Who multiplies with quantized weights: pagedkv where it is the faster one, or ggml always.
 enum class ProductsChoice : uint8_t { kAuto, kGgml };
+std::string_view products_choice_name(ProductsChoice choice);
+// "auto" or "ggml". Errors: kInvalidArgument.
+Result<ProductsChoice> parse_products_choice(const std::string& word);
 // Weights that products read, by who multiplies with them.
 struct ProductsInfo {
   std::string isa;  // the entry of ours; empty where no weight is
   int64_t n_own = 0;
   int64_t n_ggml = 0;
 };
+// The weight types that are ours on this machine, as ggml names them; empty where it has no instruction set of
+// ours. Errors: kInvalidArgument (PAGEDKV_ISA).
+Result<std::vector<std::string>> own_product_types();
 
 struct EngineOptions {
   std::string model_path;

@@ -31,6 +31,12 @@ std::optional<WeightFormat> format_of(ggml_type type) {
   }
 }
 
+// Where ours is nowhere slower than ggml's, from one token to many (docs/benchmarks.md). Unpacking Q6_K takes AVX2
+// as long as reading it: one token is slower there.
+bool is_ours(WeightFormat format, const MatrixProducts& products) {
+  return products.fast() && !(format == WeightFormat::kQ6_K && products.isa() == "avx2");
+}
+
 size_t rounded(int64_t bytes) { return (size_t(bytes) + kAlignment - 1) / kAlignment * kAlignment; }
 // Of a thread: multiply's own scratch, and the codes of a small x.
 size_t scratch_of_thread() {
@@ -41,6 +47,26 @@ bool is_small(const ggml_tensor* x) { return x->ne[0] * x->ne[1] <= kSmall; }
 int64_t stride_of(const ggml_tensor* x) { return int64_t(x->nb[1] / sizeof(float)); }
 
 }  // namespace
+
+std::string_view products_choice_name(ProductsChoice choice) {
+  return choice == ProductsChoice::kAuto ? "auto" : "ggml";
+}
+
+Result<ProductsChoice> parse_products_choice(const std::string& word) {
+  for (const ProductsChoice choice : {ProductsChoice::kAuto, ProductsChoice::kGgml})
+    if (word == products_choice_name(choice)) return choice;
+  return invalid_argument("products is \"" + word + "\", allowed are auto, ggml");
+}
+
+Result<std::vector<std::string>> own_product_types() {
+  const auto products = MatrixProducts::create();
+  if (!products.ok()) return products.status();
+  std::vector<std::string> names;
+  for (int i = 0; i < GGML_TYPE_COUNT; ++i)
+    if (const auto format = format_of(ggml_type(i)); format && is_ours(*format, *products))
+      names.emplace_back(weight_format_name(*format));
+  return names;
+}
 
 Result<std::unique_ptr<Products>> Products::create(ProductsChoice choice, int threads) {
   auto products = MatrixProducts::create();
@@ -57,10 +83,11 @@ Result<std::unique_ptr<Products>> Products::create(ProductsChoice choice, int th
 Products::~Products() { std::free(scratch_); }
 
 bool Products::takes(const ggml_tensor& weight) const {
-  if (choice_ == ProductsChoice::kGgml || !products_.fast()) return false;
+  if (choice_ == ProductsChoice::kGgml) return false;
   const auto format = format_of(weight.type);
   const bool matrix = weight.ne[2] == 1 && weight.ne[3] == 1;
-  return format && matrix && MatrixProducts::takes(*format, weight.ne[1], weight.ne[0]);
+  return format && is_ours(*format, products_) && matrix &&
+         MatrixProducts::takes(*format, weight.ne[1], weight.ne[0]);
 }
 
 std::string Products::key(std::span<const ggml_tensor* const> weights) const {

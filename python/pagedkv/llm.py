@@ -26,6 +26,7 @@ class LoadOptions(TypedDict, total=False):
     max_num_seqs: int
     max_queue: int
     query_path: str
+    products: str
     reproducible: bool
 
 
@@ -133,7 +134,9 @@ class LLM:
     chunk=512             most prompt tokens of a step
     max_num_seqs=8        answers that are computed at once; further requests wait, max_queue=1024 of them at most
     query_path="auto"     how quantized formats are multiplied
-    reproducible=False    equal tokens give equal logits to the bit, however they are batched or cached; slower
+    products="auto"       who multiplies with quantized weights: our kernels where they are the faster ones, or "ggml"
+    reproducible=False    equal tokens give equal logits to the bit, however they are batched or cached: costs speed
+                          only where ggml multiplies
     progress=None         called with 0 .. 1 while weights are read; True draws a bar on stderr
 
     Errors: FileNotFoundError, CorruptError, UnsupportedError, CapacityError, ValueError; ImportError where this build has

@@ -20,6 +20,15 @@
 #include "errors.h"
 #include "options.h"
 
+// Where the reader of options looks for it: beside its type.
+namespace pagedkv::engine {
+static void read(const python::Argument& argument, ProductsChoice& into) {
+  std::string word;
+  python::read(argument, word);
+  into = python::check(parse_products_choice(word));
+}
+}  // namespace pagedkv::engine
+
 namespace pagedkv::python {
 namespace {
 
@@ -163,6 +172,7 @@ constexpr Field<LoadArgs> kLoadFields[] = {
     {"max_num_seqs", &field<&LoadArgs::engine, &engine::EngineOptions::max_sequences>},
     {"max_queue", &field<&LoadArgs::max_queue>},
     {"query_path", &field<&LoadArgs::engine, &engine::EngineOptions::query_path>},
+    {"products", &field<&LoadArgs::engine, &engine::EngineOptions::products>},
     {"reproducible", &field<&LoadArgs::engine, &engine::EngineOptions::reproducible>},
     {"progress", &field<&LoadArgs::progress>},
 };
@@ -388,6 +398,10 @@ NB_MODULE(_engine, m) {
         out["kv_quant"] = kv_quant_name(model.engine->cache_options().groups.front().shape.formats);
         out["isa"] = std::string(model.engine->cache().isa());
         out["query_path"] = query_path_name(model.engine->cache().query_path());
+        const engine::ProductsInfo products = model.engine->products();
+        out["products"] = products.n_own > 0 ? products.isa : "ggml";
+        out["own_products"] = products.n_own;
+        out["ggml_products"] = products.n_ggml;
         return out;
       });
   m.def("load", &load, nb::arg("path"), nb::arg("options"));

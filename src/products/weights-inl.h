@@ -140,34 +140,34 @@ struct Q4_K {
   static constexpr bool kHasShift = true;
   using Heads = NoHeads;
 
+  // Groups 2 * pair and 2 * pair + 1 of the four at place `at`; scales and minima are those of the four.
   template <int pair, class Visit>
-  static PKV_INLINE void groups(const uint8_t* p, int64_t stride, Vec d, Vec dmin, Codes scales, Codes minima,
+  static PKV_INLINE void groups(int at, const uint8_t* p, int64_t stride, Vec d, Vec dmin, const Codes* scales,
                                 Visit visit) {
     Codes x[8], codes[8];
-    load_rows(p, stride, x);
-    load_rows(p + 16, stride, x + 4);
-    constexpr int byte = 2 * (pair % 2);
-    Vec scale = mul(d, byte_of<byte>(scales));
+    load_rows(p + pair * 32, stride, x);
+    load_rows(p + pair * 32 + 16, stride, x + 4);
 #pragma GCC unroll 8
     for (int k = 0; k < 8; ++k) codes[k] = masked(x[k], 15);
-    visit(2 * pair, codes, scale, mul(dmin, byte_of<byte>(minima)));
-    scale = mul(d, byte_of<byte + 1>(scales));
+    visit(at + 2 * pair, codes, mul(d, byte_of<2 * pair>(scales[0])), mul(dmin, byte_of<2 * pair>(scales[1])));
 #pragma GCC unroll 8
     for (int k = 0; k < 8; ++k) codes[k] = masked(right<4>(x[k]), 15);
-    visit(2 * pair + 1, codes, scale, mul(dmin, byte_of<byte + 1>(minima)));
+    visit(at + 2 * pair + 1, codes, mul(d, byte_of<2 * pair + 1>(scales[0])),
+          mul(dmin, byte_of<2 * pair + 1>(scales[1])));
   }
   template <class Visit>
   static PKV_INLINE void block(const uint8_t* p, int64_t stride, const Heads&, int64_t, Visit visit) {
     Codes head[4];
     load_rows(p, stride, head);
     const Vec d = f16_of_low(head[0]), dmin = sub(zero(), f16_of_high(head[0]));
-    const Codes scales_low = masked(head[1], 63), minima_low = masked(head[2], 63);
-    const Codes scales_high = either(masked(head[3], 15), left<4>(masked(right<6>(head[1]), 3)));
-    const Codes minima_high = either(masked(right<4>(head[3]), 15), left<4>(masked(right<6>(head[2]), 3)));
-    groups<0>(p + 16, stride, d, dmin, scales_low, minima_low, visit);
-    groups<1>(p + 48, stride, d, dmin, scales_low, minima_low, visit);
-    groups<2>(p + 80, stride, d, dmin, scales_high, minima_high, visit);
-    groups<3>(p + 112, stride, d, dmin, scales_high, minima_high, visit);
+    const Codes scales[2][2] = {{masked(head[1], 63), masked(head[2], 63)},
+                                {either(masked(head[3], 15), left<4>(masked(right<6>(head[1]), 3))),
+                                 either(masked(right<4>(head[3]), 15), left<4>(masked(right<6>(head[2]), 3)))}};
+#pragma GCC unroll 1
+    for (int half = 0; half < 2; ++half) {
+      groups<0>(4 * half, p + 16 + 64 * half, stride, d, dmin, scales[half], visit);
+      groups<1>(4 * half, p + 16 + 64 * half, stride, d, dmin, scales[half], visit);
+    }
   }
 };
 
@@ -213,8 +213,8 @@ struct Q6_K {
     Codes scales[4];
     load_rows(p + 192, stride, scales);
     const Vec d = heads.d.f16(b);
-    half(0, p, stride, d, scales[0], scales[1], visit);
-    half(1, p, stride, d, scales[2], scales[3], visit);
+#pragma GCC unroll 1
+    for (int n = 0; n < 2; ++n) half(n, p, stride, d, scales[2 * n], scales[2 * n + 1], visit);
   }
 };
 

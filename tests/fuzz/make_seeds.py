@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what the fuzzers start from:  make_seeds.py DIRECTORY  ->  DIRECTORY/{gguf,formats,image,sampling,schema,body,header}/*"""
+"""Writes what the fuzzers start from:  make_seeds.py DIRECTORY  ->  DIRECTORY/{gguf,formats,image,products,sampling,schema,body,header}/*"""
 import random
 import struct
 import sys
@@ -101,8 +101,15 @@ def image_seeds():
     return [rng.randbytes(n) for n in (16, 64, 256, 1024, 4096) for _ in range(6)]
 
 
+def product_seeds():
+    """The format, the shape, and bytes for the blocks."""
+    rng = random.Random(3)
+    return [bytes([kind, *rng.randbytes(3)]) + rng.randbytes(n) for kind in range(6) for n in (40, 400)]
+
+
 def main(directory):
     for name, seeds in (("gguf", gguf_seeds()), ("formats", format_seeds()), ("image", image_seeds()),
+                        ("products", product_seeds()),
                         ("sampling", sampling_seeds()), ("schema", schema_seeds()),
                         ("body", body_seeds()), ("header", header_seeds())):
         folder = Path(directory) / name
