@@ -73,6 +73,8 @@ Result<std::vector<LimitRecord>> bench_limits(const BenchOptions& options, std::
 // Errors: kInvalidArgument (a case or peer that does not exist, with those that do), those of loading a model.
 Result<std::vector<Record>> bench_cache(const BenchOptions& options, std::ostream& table);
 Result<std::vector<Record>> bench_kernels(const BenchOptions& options, std::ostream& table);
+// share: with up to 8 tokens of the read bandwidth, with more of the peak of int8 products.
+Result<std::vector<Record>> bench_products(const BenchOptions& options, std::ostream& table);
 Result<std::vector<Record>> bench_model(const BenchOptions& options, std::ostream& table);
 
 // Bytes a second that so many threads read from memory on 2 MiB pages, the best of five; 0: no memory to try it

@@ -25,6 +25,27 @@ struct AttentionShape {
 // (q6).
 std::function<void(int64_t calls)> ggml_attention(const AttentionShape& shape, Format format, int threads);
 
+// ggml_mul_mat with a random weight of a quantized type, by ggml's name of it ("Q4_1").
+struct ProductShape {
+  std::string type;
+  int64_t n_out, n_in, n_tokens;
+  int64_t copies;  // of the weight, used in turn
+};
+class GgmlProduct {
+ public:
+  // x: [n_tokens, n_in], borrowed.
+  GgmlProduct(const ProductShape& shape, std::span<const float> x, int threads);
+  ~GgmlProduct();
+  std::span<const std::byte> weights() const;  // [copies] of n_out rows
+  std::span<const float> result() const;       // [n_tokens, n_out] of the last run
+  void run(int64_t calls);                     // each with the next copy
+  void sleep();                                // its threads, until the next run
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
 // libllama on the same file, with its own cache in the format of the same width.
 class LlamaPeer {
  public:

@@ -3,6 +3,7 @@
 #include <ggml-cpu.h>
 #include <ggml.h>
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -107,5 +108,66 @@ std::function<void(int64_t)> ggml_attention(const AttentionShape& s, Format form
     ggml_threadpool_pause(a->pool);
   };
 }
+
+struct GgmlProduct::Impl {
+  ggml_context* context = nullptr;
+  ggml_threadpool* pool = nullptr;
+  ggml_cgraph* graph = nullptr;
+  ggml_cplan plan = {};
+  ggml_tensor* weight = nullptr;
+  std::vector<std::byte> weights;
+  std::vector<float> y;
+  std::vector<uint8_t> work;
+  int64_t copies = 1, next = 0;
+
+  ~Impl() {
+    ggml_threadpool_free(pool);
+    ggml_free(context);
+  }
+};
+
+GgmlProduct::GgmlProduct(const ProductShape& s, std::span<const float> x, int threads)
+    : impl_(std::make_unique<Impl>()) {
+  ggml_type type = GGML_TYPE_COUNT;
+  for (int i = 0; i < GGML_TYPE_COUNT; ++i) {
+    std::string name = ggml_type_name(ggml_type(i));
+    for (char& c : name) c = c >= 'a' && c <= 'z' ? char(c - 'a' + 'A') : c;
+    if (name == s.type) type = ggml_type(i);
+  }
+  Impl& m = *impl_;
+  m.copies = s.copies;
+  m.context = ggml_init({.mem_size = size_t{1} << 20, .mem_buffer = nullptr, .no_alloc = true});
+  m.weight = ggml_new_tensor_2d(m.context, type, s.n_in, s.n_out);
+  const size_t bytes = ggml_nbytes(m.weight);
+  m.weights.resize(bytes * size_t(s.copies));
+  m.weight->data = m.weights.data();
+  fill(m.weight, 1);
+  for (int64_t copy = 1; copy < s.copies; ++copy)
+    std::copy_n(m.weights.begin(), bytes, m.weights.begin() + int64_t(bytes) * copy);
+  ggml_tensor* input = ggml_new_tensor_2d(m.context, GGML_TYPE_F32, s.n_in, s.n_tokens);
+  input->data = const_cast<float*>(x.data());
+  ggml_tensor* out = ggml_mul_mat(m.context, m.weight, input);
+  m.y.resize(size_t(s.n_out * s.n_tokens));
+  out->data = m.y.data();
+  m.graph = ggml_new_graph_custom(m.context, kGraphNodes, false);
+  ggml_build_forward_expand(m.graph, out);
+  ggml_threadpool_params params = ggml_threadpool_params_default(threads);
+  m.pool = ggml_threadpool_new(&params);
+  m.plan = ggml_graph_plan(m.graph, threads, m.pool);
+  m.work.resize(m.plan.work_size + 64);
+  m.plan.work_data = m.work.data();
+}
+GgmlProduct::~GgmlProduct() = default;
+
+std::span<const std::byte> GgmlProduct::weights() const { return impl_->weights; }
+std::span<const float> GgmlProduct::result() const { return impl_->y; }
+void GgmlProduct::run(int64_t calls) {
+  Impl& m = *impl_;
+  for (int64_t call = 0; call < calls; ++call) {
+    m.weight->data = m.weights.data() + int64_t(ggml_nbytes(m.weight)) * (m.next++ % m.copies);
+    ggml_graph_compute(m.graph, &m.plan);
+  }
+}
+void GgmlProduct::sleep() { ggml_threadpool_pause(impl_->pool); }
 
 }  // namespace pagedkv::bench

@@ -70,9 +70,10 @@ int bench(const BenchCommand& command) {
   const bench::BenchOptions& options = command.options;
   std::ostream& table = options.json ? err_stream() : out_stream();
   if (command.kind == Kind::kLimits) return print(bench::bench_limits(options, table), options.json);
-  return print(command.kind == Kind::kCache     ? bench::bench_cache(options, table)
-               : command.kind == Kind::kKernels ? bench::bench_kernels(options, table)
-                                                : bench::bench_model(options, table),
+  return print(command.kind == Kind::kCache      ? bench::bench_cache(options, table)
+               : command.kind == Kind::kKernels  ? bench::bench_kernels(options, table)
+               : command.kind == Kind::kProducts ? bench::bench_products(options, table)
+                                                 : bench::bench_model(options, table),
                options.json);
 }
 

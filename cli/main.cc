@@ -56,16 +56,18 @@ int command_line(int argc, char** argv) {
 
   CLI::App* bench_command = add_command(app, "bench", "measure");
   bench_command->require_subcommand(1);
-  BenchCommand benches[4] = {{.kind = BenchCommand::Kind::kLimits, .options = {}},
+  BenchCommand benches[5] = {{.kind = BenchCommand::Kind::kLimits, .options = {}},
                              {.kind = BenchCommand::Kind::kCache, .options = {}},
                              {.kind = BenchCommand::Kind::kKernels, .options = {}},
+                             {.kind = BenchCommand::Kind::kProducts, .options = {}},
                              {.kind = BenchCommand::Kind::kModel, .options = {}}};
-  CLI::App* bench_commands[4] = {
+  CLI::App* bench_commands[5] = {
       add_command(*bench_command, "limits", "what the machine reads and multiplies at most"),
       add_command(*bench_command, "cache", "blocks, block tables and prefix lookup"),
       add_command(*bench_command, "kernels", "append and attend over packed blocks"),
+      add_command(*bench_command, "products", "matrix products of quantized weights"),
       add_command(*bench_command, "model", "prefill and decode of a model")};
-  for (int i = 0; i < 4; ++i) add_bench_options(*bench_commands[i], benches[i]);
+  for (int i = 0; i < 5; ++i) add_bench_options(*bench_commands[i], benches[i]);
 
   try {
     app.parse(argc, argv);
@@ -93,7 +95,7 @@ int command_line(int argc, char** argv) {
   if (inspect_command->parsed()) return inspect(inspect_options);
   if (info_command->parsed()) return info(info_options);
   if (completion_command->parsed()) return completion(app);
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < 5; ++i)
     if (bench_commands[i]->parsed()) return bench(benches[i]);
   return fail_usage("no command", "pagedkv");
 }

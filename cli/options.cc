@@ -486,6 +486,7 @@ void add_bench_options(CLI::App& command, BenchCommand& bench) {
   bench::BenchOptions& options = bench.options;
   set_help_style(command);
   const bool on_model = bench.kind == BenchCommand::Kind::kModel;
+  const bool on_products = bench.kind == BenchCommand::Kind::kProducts;
   if (bench.kind == BenchCommand::Kind::kLimits) {
     add_threads(command, options.threads);
     add_json(command, options.json, "one JSON array of records on stdout; the table goes to stderr");
@@ -504,15 +505,20 @@ void add_bench_options(CLI::App& command, BenchCommand& bench) {
             "--full", options.full,
             wrapped("also 1 x 32k, 8 x 4k and 64 x 512 tokens of every shape. Takes about three times as long"))
         ->excludes(only);
-  add(command, "--kv-quant,--format", "MODE", "only this format; may be given several times. Default: f16 q8 q6 q4",
-      [&options](const std::string& word) {
-        const auto format = parse_format(word);
-        if (!format.ok()) return format.status();
-        notice_foreign_spelling(word);
-        options.formats.push_back(*format);
-        return Status();
-      })
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  if (on_products)
+    command.add_flag("--full", options.full, wrapped("every shape with 32 numbers of tokens from 1 to 600"))
+        ->excludes(only);
+  if (!on_products)
+    add(command, "--kv-quant,--format", "MODE",
+        "only this format; may be given several times. Default: f16 q8 q6 q4",
+        [&options](const std::string& word) {
+          const auto format = parse_format(word);
+          if (!format.ok()) return format.status();
+          notice_foreign_spelling(word);
+          options.formats.push_back(*format);
+          return Status();
+        })
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   add(command, "--peer", "NAME", "also measure ggml or llama, in turn, in the same process",
       [&options](const std::string& word) {
         if (word != "ggml" && word != "llama")
@@ -529,7 +535,7 @@ void add_bench_options(CLI::App& command, BenchCommand& bench) {
         ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
     add_reproducible(command, options.reproducible);
   }
-  if (bench.kind != BenchCommand::Kind::kCache) add_query_path(command, options.query_path);
+  if (bench.kind != BenchCommand::Kind::kCache && !on_products) add_query_path(command, options.query_path);
   add_threads(command, options.threads);
   add_json(command, options.json, "one JSON array of records on stdout; the table goes to stderr");
 }

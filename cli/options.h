@@ -74,7 +74,7 @@ struct InfoOptions {
 };
 
 struct BenchCommand {
-  enum class Kind { kLimits, kCache, kKernels, kModel } kind = Kind::kCache;
+  enum class Kind { kLimits, kCache, kKernels, kProducts, kModel } kind = Kind::kCache;
   bench::BenchOptions options;
 };
 

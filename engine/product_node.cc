@@ -15,17 +15,17 @@ constexpr size_t kAlignment = 4096;
 std::optional<WeightFormat> format_of(ggml_type type) {
   switch (type) {
     case GGML_TYPE_Q4_0:
-      return WeightFormat::kQ4_0;
+      return WeightFormat::kQ40;
     case GGML_TYPE_Q4_1:
-      return WeightFormat::kQ4_1;
+      return WeightFormat::kQ41;
     case GGML_TYPE_Q5_0:
-      return WeightFormat::kQ5_0;
+      return WeightFormat::kQ50;
     case GGML_TYPE_Q8_0:
-      return WeightFormat::kQ8_0;
+      return WeightFormat::kQ80;
     case GGML_TYPE_Q4_K:
-      return WeightFormat::kQ4_K;
+      return WeightFormat::kQ4K;
     case GGML_TYPE_Q6_K:
-      return WeightFormat::kQ6_K;
+      return WeightFormat::kQ6K;
     default:
       return std::nullopt;
   }
@@ -34,7 +34,7 @@ std::optional<WeightFormat> format_of(ggml_type type) {
 // Where ours is nowhere slower than ggml's, from one token to many (docs/benchmarks.md). Unpacking Q6_K takes AVX2
 // as long as reading it: one token is slower there.
 bool is_ours(WeightFormat format, const MatrixProducts& products) {
-  return products.fast() && !(format == WeightFormat::kQ6_K && products.isa() == "avx2");
+  return products.fast() && !(format == WeightFormat::kQ6K && products.isa() == "avx2");
 }
 
 size_t rounded(int64_t bytes) { return (size_t(bytes) + kAlignment - 1) / kAlignment * kAlignment; }

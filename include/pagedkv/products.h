@@ -19,7 +19,7 @@
 namespace pagedkv {
 
 // By ggml's names; the blocks are ggml's.
-enum class WeightFormat : uint8_t { kQ4_0, kQ4_1, kQ5_0, kQ8_0, kQ4_K, kQ6_K };
+enum class WeightFormat : uint8_t { kQ40, kQ41, kQ50, kQ80, kQ4K, kQ6K };
 
 PKV_API std::string_view weight_format_name(WeightFormat format);
 // Elements of a row that one block holds, and the block's bytes.
@@ -29,7 +29,7 @@ PKV_API int64_t weight_block_bytes(WeightFormat format);
 // [n_out, n_in]: y = W x has n_out elements for n_in of x. Borrowed; rows lie row_bytes apart.
 struct WeightMatrix {
   const std::byte* data = nullptr;
-  WeightFormat format = WeightFormat::kQ4_0;
+  WeightFormat format = WeightFormat::kQ40;
   int64_t n_out = 0;
   int64_t n_in = 0;
   int64_t row_bytes = 0;

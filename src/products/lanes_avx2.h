@@ -38,10 +38,11 @@ PKV_INLINE Codes right_signed(Codes x) {
 }
 template <int nibble>
 PKV_INLINE Codes fifth_bits(Codes bits) {
-  constexpr char k = nibble / 2;
+  constexpr char kByte = nibble / 2;
   const Codes bytes = _mm256_shuffle_epi8(
-      bits, _mm256_broadcastsi128_si256(_mm_setr_epi8(k, k, k, k, k + 4, k + 4, k + 4, k + 4, k + 8, k + 8, k + 8,
-                                                      k + 8, k + 12, k + 12, k + 12, k + 12)));
+      bits, _mm256_broadcastsi128_si256(_mm_setr_epi8(kByte, kByte, kByte, kByte, kByte + 4, kByte + 4, kByte + 4,
+                                                      kByte + 4, kByte + 8, kByte + 8, kByte + 8, kByte + 8,
+                                                      kByte + 12, kByte + 12, kByte + 12, kByte + 12)));
   const __m256i bit = _mm256_set1_epi32(nibble % 2 == 0 ? 0x08040201 : int(0x80402010));
   return masked(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit), 16);
 }

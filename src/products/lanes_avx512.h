@@ -42,10 +42,11 @@ PKV_INLINE Codes right_signed(Codes x) {
 // Bits 4 * nibble ... + 3 of each dword of `bits`, as bit 4 of the four bytes.
 template <int nibble>
 PKV_INLINE Codes fifth_bits(Codes bits) {
-  constexpr char k = nibble / 2;
+  constexpr char kByte = nibble / 2;
   const Codes bytes = _mm512_shuffle_epi8(
-      bits, _mm512_broadcast_i32x4(_mm_setr_epi8(k, k, k, k, k + 4, k + 4, k + 4, k + 4, k + 8, k + 8, k + 8, k + 8,
-                                                 k + 12, k + 12, k + 12, k + 12)));
+      bits, _mm512_broadcast_i32x4(_mm_setr_epi8(kByte, kByte, kByte, kByte, kByte + 4, kByte + 4, kByte + 4,
+                                                 kByte + 4, kByte + 8, kByte + 8, kByte + 8, kByte + 8, kByte + 12,
+                                                 kByte + 12, kByte + 12, kByte + 12)));
   const __mmask64 set =
       _mm512_test_epi8_mask(bytes, _mm512_set1_epi32(nibble % 2 == 0 ? 0x08040201 : int(0x80402010)));
   return _mm512_maskz_mov_epi8(set, _mm512_set1_epi8(16));

@@ -318,18 +318,18 @@ void product_of(const ProductCall& call) {
 
 void product(const ProductCall& call) {
   switch (call.weights.format) {
-    case WeightFormat::kQ4_0:
-      return product_of<Q4_0>(call);
-    case WeightFormat::kQ4_1:
-      return product_of<Q4_1>(call);
-    case WeightFormat::kQ5_0:
-      return product_of<Q5_0>(call);
-    case WeightFormat::kQ8_0:
-      return product_of<Q8_0>(call);
-    case WeightFormat::kQ4_K:
-      return product_of<Q4_K>(call);
-    case WeightFormat::kQ6_K:
-      return product_of<Q6_K>(call);
+    case WeightFormat::kQ40:
+      return product_of<Q40>(call);
+    case WeightFormat::kQ41:
+      return product_of<Q41>(call);
+    case WeightFormat::kQ50:
+      return product_of<Q50>(call);
+    case WeightFormat::kQ80:
+      return product_of<Q80>(call);
+    case WeightFormat::kQ4K:
+      return product_of<Q4K>(call);
+    case WeightFormat::kQ6K:
+      return product_of<Q6K>(call);
   }
 }
 

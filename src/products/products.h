@@ -29,7 +29,7 @@ struct Weights {
   int64_t row_bytes = 0;
   int64_t n_out = 0;
   int64_t n_in = 0;
-  WeightFormat format = WeightFormat::kQ4_0;
+  WeightFormat format = WeightFormat::kQ40;
 };
 
 // Vectors as 8-bit codes with a scale a group.

@@ -56,7 +56,7 @@ Group q5_0(const uint8_t* p) {
 }
 Group q8_0(const uint8_t* p) {
   Group g = legacy(f16_at(p), false, 0);
-  for (int i = 0; i < 32; ++i) g.codes[i] = int8_t(p[2 + i]);
+  for (int i = 0; i < 32; ++i) g.codes[i] = (p[2 + i] ^ 0x80) - 0x80;  // two's complement
   return g;
 }
 Group q4_k(const uint8_t* p, int n) {
@@ -82,17 +82,17 @@ Group q6_k(const uint8_t* p, int n) {
 
 Group group_of(WeightFormat format, const uint8_t* row, int64_t n) {
   switch (format) {
-    case WeightFormat::kQ4_0:
+    case WeightFormat::kQ40:
       return q4_0(row + n * 18);
-    case WeightFormat::kQ4_1:
+    case WeightFormat::kQ41:
       return q4_1(row + n * 20);
-    case WeightFormat::kQ5_0:
+    case WeightFormat::kQ50:
       return q5_0(row + n * 22);
-    case WeightFormat::kQ8_0:
+    case WeightFormat::kQ80:
       return q8_0(row + n * 34);
-    case WeightFormat::kQ4_K:
+    case WeightFormat::kQ4K:
       return q4_k(row + n / 8 * 144, int(n % 8));
-    case WeightFormat::kQ6_K:
+    case WeightFormat::kQ6K:
       return q6_k(row + n / 8 * 210, int(n % 8));
   }
   return {};
@@ -134,7 +134,7 @@ float one_q6_k(const ProductCall& call, int64_t token, int64_t out) {
 }
 
 void product(const ProductCall& call) {
-  const auto f = call.weights.format == WeightFormat::kQ6_K ? one_q6_k : one;
+  const auto f = call.weights.format == WeightFormat::kQ6K ? one_q6_k : one;
   for (int64_t token = call.token_begin; token < call.token_end; ++token)
     for (int64_t out = call.out_begin; out < call.out_end; ++out)
       call.y[token * call.y_stride + out] = f(call, token, out);

@@ -38,7 +38,7 @@ PKV_INLINE void nibbles(const uint8_t* p, int64_t stride, Codes* codes) {
   }
 }
 
-struct Q4_0 {
+struct Q40 {
   static constexpr int kElements = 32, kBytes = 18, kMaxCode = 15, kOffset = 8, kPart = 32;
   static constexpr bool kHasShift = false;
   struct Heads {
@@ -54,7 +54,7 @@ struct Q4_0 {
   }
 };
 
-struct Q4_1 {
+struct Q41 {
   static constexpr int kElements = 32, kBytes = 20, kMaxCode = 15, kOffset = 0, kPart = 32;
   static constexpr bool kHasShift = true;
   struct Heads {
@@ -71,7 +71,7 @@ struct Q4_1 {
   }
 };
 
-struct Q5_0 {
+struct Q50 {
   static constexpr int kElements = 32, kBytes = 22, kMaxCode = 31, kOffset = 16, kPart = 32;
   static constexpr bool kHasShift = false;
   struct Heads {
@@ -100,7 +100,7 @@ struct Q5_0 {
   }
 };
 
-struct Q8_0 {
+struct Q80 {
   static constexpr int kElements = 32, kBytes = 34, kMaxCode = 0, kOffset = kSignedBias, kPart = 32;
   static constexpr bool kHasShift = false;
   struct Heads {
@@ -113,7 +113,7 @@ struct Q8_0 {
     load_rows(p + 2, stride, codes);
     load_rows(p + 18, stride, codes + 4);
 #pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k) codes[k] = prepare_signed(codes[k]);
+    for (Codes& x : codes) x = prepare_signed(x);
     const Vec d = heads.d.f16(b);
     visit(0, codes, d, zero());
   }
@@ -135,7 +135,7 @@ struct NoHeads {
 
 // f16 d, f16 dmin, 8 scales and 8 minima of 6 bits in 12 bytes, then 128 bytes: of every 32, low nibbles are a
 // group and high nibbles the next.
-struct Q4_K {
+struct Q4K {
   static constexpr int kElements = 256, kBytes = 144, kMaxCode = 15, kOffset = 0, kPart = 32;
   static constexpr bool kHasShift = true;
   using Heads = NoHeads;
@@ -174,7 +174,7 @@ struct Q4_K {
 // 128 bytes of low nibbles, 64 bytes of two more bits, 16 signed scales of 16 elements each, f16 d. Of 128
 // elements, parts 0 and 4 share 16 bytes of nibbles, and so do 2 and 6, 1 and 5, 3 and 7: they are visited in this
 // order, which takes 16 bytes of the other bits after another.
-struct Q6_K {
+struct Q6K {
   static constexpr int kElements = 256, kBytes = 210, kMaxCode = 63, kOffset = 32, kPart = 16;
   static constexpr bool kHasShift = false;
   struct Heads {

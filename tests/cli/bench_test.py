@@ -45,7 +45,20 @@ class Bench(CliTest):
                 self.assertGreaterEqual(record["roofline"], record["share"] * 0.999)
                 self.assertEqual(record["ratio"] is None, record["format"] == "q6", "ggml has no q6 of ours")
 
+    def test_a_product_case_is_checked_and_held_against_ggml(self):
+        for case in ("Q4_1_64x96_n1", "Q4_K_33x256_n9"):
+            record, = self.records("products", "--case", case, "--threads", "1", "--peer", "ggml")
+            with self.subTest(case=case):
+                self.assertEqual((record["case"], record["format"]), (case, case[:4]))
+                self.assertEqual(record["tokens"], int(case.split("_n")[1]))
+                for name in ("seconds", "share", "peer_seconds", "ratio"):
+                    self.assertGreater(record[name], 0)
+                self.assertEqual(record["gbps"] is None, record["tokens"] > 8)
+
     def test_cases_that_cannot_be_are_refused(self):
+        for case in ("Q4_1_576x1536", "Q9_9_64x64_n1", "Q4_1_31x64_n1", "Q4_K_64x128_n1", "Q4_1_64x64_n1x"):
+            self.refused(pagedkv("bench", "products", "--case", case), 1, "[bench]", case, "Q4_1_576x1536_n512")
+        self.refused(pagedkv("bench", "products", "--peer", "llama"), 1, "[bench]", "llama", "ggml")
         self.refused(pagedkv("bench", "kernels", "--case", "decode_4_1_64"), 1, "[bench]", "decode_32_8_128_1x32k")
         self.refused(pagedkv("bench", "kernels", "--full", "--case", CASE), 2, "[usage]", "excludes")
         self.refused(pagedkv("bench", "limits", "--peer", "ggml"), 2, "[usage]", "--peer")

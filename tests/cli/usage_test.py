@@ -6,7 +6,7 @@ import unittest
 from process import BINARY, ROOT, CliTest, environment, pagedkv
 
 COMMANDS = (["run"], ["serve"], ["perplexity"], ["inspect"], ["info"], ["completion", "bash"], ["bench", "limits"],
-            ["bench", "cache"], ["bench", "kernels"], ["bench", "model"])
+            ["bench", "cache"], ["bench", "kernels"], ["bench", "products"], ["bench", "model"])
 
 
 def options_of(command):

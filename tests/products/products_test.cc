@@ -70,7 +70,7 @@ TEST(Products, AnyNumberOfPartsGivesTheSameBits) {
 
 TEST(Products, RowsMayLieApart) {
   for_each_fast_entry([&](const MatrixProducts& products) {
-    const RandomWeight packed(WeightFormat::kQ4_1, 40, 64);
+    const RandomWeight packed(WeightFormat::kQ41, 40, 64);
     const WeightMatrix w = packed.matrix();
     std::vector<std::byte> spread(size_t(40 * 100));
     for (int64_t r = 0; r < 40; ++r)
@@ -107,7 +107,7 @@ TEST(Products, ExtremeCodesDoNotSaturate) {
 }
 
 TEST(Products, WhatIsNoNumberComesOutAsNoNumber) {
-  const RandomWeight w(WeightFormat::kQ8_0, 32, 96);
+  const RandomWeight w(WeightFormat::kQ80, 32, 96);
   for_each_fast_entry([&](const MatrixProducts& products) {
     for (float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
                       -std::numeric_limits<float>::infinity()}) {
@@ -134,13 +134,13 @@ TEST(Products, TinyValuesAreZeroAndHugeOnesStayFinite) {
 }
 
 TEST(Products, RefuseWhatTheyDoNotTake) {
-  EXPECT_FALSE(MatrixProducts::takes(WeightFormat::kQ4_0, 31, 64));
-  EXPECT_FALSE(MatrixProducts::takes(WeightFormat::kQ4_0, 32, 0));
-  EXPECT_FALSE(MatrixProducts::takes(WeightFormat::kQ4_K, 32, 128));
-  EXPECT_TRUE(MatrixProducts::takes(WeightFormat::kQ4_K, 32, 256));
+  EXPECT_FALSE(MatrixProducts::takes(WeightFormat::kQ40, 31, 64));
+  EXPECT_FALSE(MatrixProducts::takes(WeightFormat::kQ40, 32, 0));
+  EXPECT_FALSE(MatrixProducts::takes(WeightFormat::kQ4K, 32, 128));
+  EXPECT_TRUE(MatrixProducts::takes(WeightFormat::kQ4K, 32, 256));
   const auto products = MatrixProducts::create();
   ASSERT_TRUE(products.ok());
-  const RandomWeight w(WeightFormat::kQ4_K, 32, 256);
+  const RandomWeight w(WeightFormat::kQ4K, 32, 256);
   WeightMatrix bad = w.matrix();
   bad.row_bytes -= 1;
   const Status s = products->multiply({.weight = bad}, {});

@@ -13,16 +13,16 @@
 
 namespace pagedkv {
 
-inline constexpr WeightFormat kWeightFormats[] = {WeightFormat::kQ4_0, WeightFormat::kQ4_1, WeightFormat::kQ5_0,
-                                                  WeightFormat::kQ8_0, WeightFormat::kQ4_K, WeightFormat::kQ6_K};
+inline constexpr WeightFormat kWeightFormats[] = {WeightFormat::kQ40, WeightFormat::kQ41, WeightFormat::kQ50,
+                                                  WeightFormat::kQ80, WeightFormat::kQ4K, WeightFormat::kQ6K};
 
 // Where a block has its f16 scales, which must be numbers; every other byte may be anything.
 inline std::vector<size_t> half_places(WeightFormat format) {
   switch (format) {
-    case WeightFormat::kQ4_1:
-    case WeightFormat::kQ4_K:
+    case WeightFormat::kQ41:
+    case WeightFormat::kQ4K:
       return {0, 2};
-    case WeightFormat::kQ6_K:
+    case WeightFormat::kQ6K:
       return {208};
     default:
       return {0};

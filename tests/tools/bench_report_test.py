@@ -52,6 +52,19 @@ class BenchReport(unittest.TestCase):
             self.assertTrue(0 <= float(text.get("x")) <= width and 0 <= float(text.get("y")) <= height, text.text)
         return root
 
+    def test_a_scan_of_products_becomes_a_plot_and_a_few_of_them_a_table(self):
+        def product(shape, n, ratio):
+            return kernel(f"{shape}_n{n}", shape[:4], n, 1e-4, peer="ggml", peer_seconds=1e-4 * ratio, ratio=ratio)
+        few = [product("Q4_1_576x1536", n, 2.5) for n in (1, 512)]
+        self.assertEqual(self.report(products=few).returncode, 0)
+        self.assertIn("| Q4_1_576x1536_n512 | 100 µs | 30.0 | 0.60 | 250 µs | 2.50 |\n", self.text("report.md"))
+        self.assertFalse((self.folder / "products.svg").exists())
+        scan = [product(shape, n, 0.7 + n / 100) for shape in ("Q4_1_576x1536", "Q4_K_4096x4096")
+                for n in (1, 2, 3, 5, 8, 13, 100, 400, 600)]
+        self.assertEqual(self.report(products=scan).returncode, 0)
+        labels = [text.text for text in self.svg("products.svg").iter(f"{SVG}text")]
+        self.assertIn("Q4_K_4096x4096", labels)
+
     def test_every_record_becomes_a_row(self):
         done = self.report(limits=LIMITS, kernels=KERNELS, model_smollm2=MODEL)
         self.assertEqual((done.returncode, done.stderr), (0, ""))
