@@ -46,7 +46,8 @@ Result<std::vector<int32_t>> prompt_tokens(const RunOptions& options, const engi
 }
 
 // --- what is told afterwards -------------------------------------------------------------------------------------
-void print_result_json(const engine::GenerateResult& result, const Stats& stats) {
+void print_result_json(const engine::GenerateResult& result, const engine::ProductsInfo& products,
+                       const Stats& stats) {
   const Json out{{"text", result.text},
                  {"finish_reason", engine::finish_reason_name(result.finish_reason)},
                  {"tokens_in", result.tokens_in},
@@ -54,6 +55,9 @@ void print_result_json(const engine::GenerateResult& result, const Stats& stats)
                  {"tokens_out", result.tokens_out},
                  {"prefill_tok_s", result.prefill_tok_s()},
                  {"decode_tok_s", result.decode_tok_s()},
+                 {"products", Json{{"isa", products.n_own > 0 ? Json(products.isa) : Json(nullptr)},
+                                   {"own", products.n_own},
+                                   {"ggml", products.n_ggml}}},
                  {"stats", stats_json(stats)}};
   print_out("{}\n", out.dump(1, ' ', false, Json::error_handler_t::replace));
 }
@@ -134,7 +138,7 @@ int run(const RunOptions& options) {
     return fail(result.status());
   }
   if (options.json) {
-    print_result_json(*result, stats);
+    print_result_json(*result, (*engine)->products(), stats);
   } else if (!result->text.ends_with('\n')) {
     out("\n");
   }

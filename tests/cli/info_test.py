@@ -21,7 +21,8 @@ class Info(CliTest):
         done = pagedkv("info", "--json")
         self.assertEqual((done.code, done.err), (0, ""))
         info = done.json()
-        self.assertEqual(list(info), ["version", "cpu", "threads", "isa", "huge_pages", "ggml", "read_gbps", "memory"])
+        self.assertEqual(list(info), ["version", "cpu", "threads", "isa", "products", "huge_pages", "ggml", "read_gbps",
+                                      "memory"])
         self.assertLessEqual(info["threads"], len(os.sched_getaffinity(0)))
         supported = [entry["name"] for entry in info["isa"]["entries"] if entry["supported"]]
         self.assertEqual(info["isa"]["runs"], supported[0], "the best comes first")
@@ -37,6 +38,7 @@ class Info(CliTest):
         done = pagedkv("info", env={"PAGEDKV_ISA": "scalar"})
         self.assertEqual((done.code, done.err), (0, ""))
         self.assertIn("scalar runs: PAGEDKV_ISA says so", done.out)
+        self.assertEqual(pagedkv("info", "--json", env={"PAGEDKV_ISA": "scalar"}).json()["products"], [], "nobody waits for those")
         self.assertEqual(pagedkv("info", "--json", env={"PAGEDKV_ISA": "scalar"}).json()["isa"]["because"], "PAGEDKV_ISA")
         self.refused(pagedkv("info", env={"PAGEDKV_ISA": "mmx"}), 1, "mmx", "scalar")
 

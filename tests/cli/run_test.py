@@ -29,9 +29,14 @@ class Run(CliTest):
                 self.assertEqual(answer["stats"]["growth_bytes_copied"], 0)
                 self.assertEqual(answer["stats"]["dense_materializations"], 0)
 
+    def test_products_are_whose_they_are_said_to_be(self):
+        ours, ggmls = self.answer("-n", "4")["products"], self.answer("-n", "4", "--products", "ggml")["products"]
+        self.assertEqual(ggmls, {"isa": None, "own": 0, "ggml": ours["own"] + ours["ggml"]})
+        self.refused(pagedkv("run", "-m", "x", "-p", "y", "--products", "mine"), 2, "--products", "mine", "auto, ggml")
+
     def test_json_has_the_fixed_names_and_nothing_else_on_stdout(self):
         answer = self.answer("-n", "4")
-        self.assertEqual(set(answer), {"text", "finish_reason", "tokens_in", "tokens_reused", "tokens_out",
+        self.assertEqual(set(answer), {"text", "finish_reason", "tokens_in", "tokens_reused", "tokens_out", "products",
                                        "prefill_tok_s", "decode_tok_s", "stats"})
         self.assertEqual(set(COUNTERS) - set(answer["stats"]), set())
         self.assertEqual(answer["finish_reason"], "length")
