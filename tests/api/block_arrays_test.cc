@@ -26,10 +26,12 @@ std::vector<float> random_rows(int64_t n, uint32_t seed) {
 }
 
 std::unique_ptr<Cache> make_cache(Format format, int64_t num_blocks = 64) {
-  auto cache = Cache::create({.groups = {{.shape = {kHeads, kDim, kDim, {format, format}}, .layers = {0}}},
-                              .num_blocks = Blocks(num_blocks),
-                              .kv_memory = Bytes(int64_t{256} << 20),
-                              .prefix_sharing = false});
+  auto cache =
+      Cache::create({.groups = {{.shape = {kHeads, kDim, kDim, {format, format}}, .layers = {0}}},
+                     .num_blocks = Blocks(num_blocks),
+                     .kv_memory = Bytes(int64_t{256} << 20),
+                     .prefix_sharing = false,
+                     .q_heads_per_kv_head = 2});  // as the tables' reader knows: CPUs without VNNI choose by it
   return std::move(cache).value();
 }
 
