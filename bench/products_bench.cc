@@ -18,17 +18,17 @@ namespace pagedkv::bench {
 namespace {
 
 constexpr int kSamples = 9;
-constexpr double kSampleSeconds = 4e-3;
+constexpr double kSampleSeconds = 3e-3;    // at least
 constexpr int64_t kFewTokens = 8;          // steps of answers: their weights come from memory
-constexpr int64_t kColdBytes = 512 << 20;  // that copies of such a weight have together
+constexpr int64_t kColdBytes = 512 << 20;  // that copies of such a weight have together, at least
 constexpr int64_t kSmall = 8192;           // elements that every thread quantizes for itself, as in the engine
 constexpr double kMostDifference = 0.05;   // relative RMS between the two: they round differently
 
 const char* const kShapes[] = {"Q4_1_576x576",  "Q4_1_1536x576",  "Q4_1_576x1536",  "Q8_0_4096x576",
                                "Q5_0_2048x640", "Q4_0_4096x4096", "Q4_K_4096x4096", "Q6_K_4096x4096"};
 const int kTokens[] = {1, 4, 32, 512};
-const int kScan[] = {1,  2,  3,  4,  5,  6,  7,  8,  9,   10,  11,  12,  13,  14,  15,  16,
-                     20, 24, 31, 33, 48, 64, 65, 96, 128, 192, 256, 257, 384, 512, 513, 600};
+const int kScan[] = {1,  2,  3,  4,  5,  6,  7,  8,  9,   10,  11,  12,  13,  14,  15,  16, 20,
+                     24, 31, 32, 33, 48, 64, 65, 96, 128, 192, 256, 257, 384, 512, 513, 600};
 
 // TYPE_OUTxIN_nTOKENS
 struct Case {
@@ -140,6 +140,19 @@ class Ours {
   int64_t thread_bytes_ = 0;
 };
 
+// Copies of a weight that no cache holds together.
+int64_t cold_copies(int64_t bytes) { return (std::max(kColdBytes, 2 * last_level_cache()) + bytes - 1) / bytes; }
+
+// Calls that take kSampleSeconds together. Doubled until they do: a call alone is mostly the waking of the threads.
+int64_t calls_of_sample(Ours& ours, Team& team, int64_t& next) {
+  for (int64_t n = 1;; n *= 2) {
+    const double begin = now_seconds();
+    ours.run(team, next, n);
+    next += n;
+    if (now_seconds() - begin >= kSampleSeconds) return n;
+  }
+}
+
 Status check_equal(const Case& c, std::span<const float> ours, std::span<const float> peers) {
   double difference = 0, all = 0;
   for (size_t i = 0; i < ours.size(); ++i) {
@@ -173,7 +186,7 @@ Record record_of(const Case& c, const MatrixProducts& products, const std::vecto
 Result<Record> run_case(const Case& c, const BenchOptions& options, const MatrixProducts& products, Team& team,
                         const Pages& buffer) {
   const int64_t bytes = c.n_out * c.n_in / weight_block_elements(c.format) * weight_block_bytes(c.format);
-  const int64_t copies = c.n_tokens <= kFewTokens ? std::max<int64_t>(kColdBytes / bytes, 1) : 1;
+  const int64_t copies = c.n_tokens <= kFewTokens ? cold_copies(bytes) : 1;
   std::mt19937 random(3);
   std::normal_distribution<float> normal;
   std::vector<float> x(size_t(c.n_tokens * c.n_in));
@@ -188,18 +201,17 @@ Result<Record> run_case(const Case& c, const BenchOptions& options, const Matrix
   if (Status s = ours.prepare(team.size()); !s.ok()) return s;
   ours.run(team, 0, 1);
   ggml.run(1);
+  ggml.sleep();  // its threads would poll into our first samples
   if (Status s = check_equal(c, ours.y, ggml.result()); !s.ok()) return s;
 
   const bool peer = options.peer == "ggml";
-  double begin = now_seconds();
-  ours.run(team, 1, 1);
-  const auto n = std::max<int64_t>(1, int64_t(kSampleSeconds / (now_seconds() - begin)));
+  int64_t next = 1;
+  const int64_t n = calls_of_sample(ours, team, next);
   std::vector<double> mine, theirs;
-  int64_t next = 2;
   double bandwidth = 0;
   for (int i = 0; i < kSamples; ++i) {
     if (c.n_tokens <= kFewTokens) bandwidth = std::max(bandwidth, read_bandwidth(team, buffer));
-    begin = now_seconds();
+    double begin = now_seconds();
     ours.run(team, next, n);
     mine.push_back((now_seconds() - begin) / double(n));
     next += n;

@@ -506,7 +506,7 @@ void add_bench_options(CLI::App& command, BenchCommand& bench) {
             wrapped("also 1 x 32k, 8 x 4k and 64 x 512 tokens of every shape. Takes about three times as long"))
         ->excludes(only);
   if (on_products)
-    command.add_flag("--full", options.full, wrapped("every shape with 32 numbers of tokens from 1 to 600"))
+    command.add_flag("--full", options.full, wrapped("every shape with 33 numbers of tokens from 1 to 600"))
         ->excludes(only);
   if (!on_products)
     add(command, "--kv-quant,--format", "MODE",
