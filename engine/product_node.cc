@@ -1,6 +1,5 @@
 #include "engine/product_node.h"
 
-#include <cstdlib>
 #include <set>
 #include <utility>
 
@@ -8,9 +7,8 @@ namespace pagedkv::engine {
 namespace {
 
 constexpr int kVersion = 1;  // of the order in which products are added (docs/numerics.md, section 6)
-// Elements of x that every thread quantizes for itself: a microsecond.
-constexpr int64_t kSmall = 8192;
-constexpr size_t kAlignment = 4096;
+// Of codes that every thread makes for itself: a microsecond's work.
+constexpr int64_t kSmallBytes = 16 << 10;
 
 std::optional<WeightFormat> format_of(ggml_type type) {
   switch (type) {
@@ -37,13 +35,10 @@ bool is_ours(WeightFormat format, const MatrixProducts& products) {
   return products.fast() && !(format == WeightFormat::kQ6K && products.isa() == "avx2");
 }
 
-size_t rounded(int64_t bytes) { return (size_t(bytes) + kAlignment - 1) / kAlignment * kAlignment; }
-// Of a thread: multiply's own scratch, and the codes of a small x.
-size_t scratch_of_thread() {
-  return rounded(MatrixProducts::scratch_bytes()) + rounded(2 * MatrixProducts::quantized_bytes(kSmall, 1));
-}
+// Of a thread: the codes of a small x, and multiply's own scratch, both aligned to 64.
+int64_t thread_bytes() { return kSmallBytes + (MatrixProducts::scratch_bytes() + 63) / 64 * 64; }
 
-bool is_small(const ggml_tensor* x) { return x->ne[0] * x->ne[1] <= kSmall; }
+bool is_small(const ggml_tensor* x) { return MatrixProducts::quantized_bytes(x->ne[0], x->ne[1]) <= kSmallBytes; }
 int64_t stride_of(const ggml_tensor* x) { return int64_t(x->nb[1] / sizeof(float)); }
 
 }  // namespace
@@ -72,15 +67,11 @@ Result<std::unique_ptr<Products>> Products::create(ProductsChoice choice, int th
   auto products = MatrixProducts::create();
   if (!products.ok()) return products.status();
   std::unique_ptr<Products> out(new Products(*products, choice));
-  const size_t bytes = scratch_of_thread() * size_t(threads);
-  out->scratch_ = static_cast<std::byte*>(std::aligned_alloc(kAlignment, bytes));
-  if (out->scratch_ == nullptr)
-    return Status(Code::kNoMemory,
-                  "no memory for " + std::to_string(bytes) + " bytes that matrix products work in");
+  const auto scratch = out->memory_.get(Bytes(thread_bytes() * threads));
+  if (!scratch.ok()) return scratch.status();
+  out->scratch_ = scratch->data();
   return out;
 }
-
-Products::~Products() { std::free(scratch_); }
 
 bool Products::takes(const ggml_tensor& weight) const {
   if (choice_ == ProductsChoice::kGgml) return false;
@@ -136,8 +127,7 @@ void ProductNodes::multiply(ggml_tensor* dst, int ith, int nth, void* userdata) 
 void ProductNodes::multiply_small(ggml_tensor* dst, int ith, int nth, void* userdata) {
   const auto& products = *static_cast<const Products*>(userdata);
   const ggml_tensor* x = dst->src[0];
-  std::byte* codes =
-      products.scratch_ + size_t(ith) * scratch_of_thread() + rounded(MatrixProducts::scratch_bytes());
+  std::byte* codes = products.scratch_ + ith * thread_bytes();
   static_cast<void>(products.products_.quantize(static_cast<const float*>(x->data), stride_of(x), x->ne[0],
                                                 x->ne[1], codes, {0, 1}));
   multiply_quantized(products, codes, dst, ith, nth);
@@ -155,7 +145,7 @@ void ProductNodes::multiply_quantized(const Products& products, const std::byte*
                                   .n_tokens = dst->ne[1],
                                   .y = static_cast<float*>(dst->data),
                                   .y_stride = dst->ne[0],
-                                  .scratch = products.scratch_ + size_t(ith) * scratch_of_thread()};
+                                  .scratch = products.scratch_ + ith * thread_bytes() + kSmallBytes};
   static_cast<void>(products.products_.multiply(call, {ith, nth}));
 }
 

@@ -19,6 +19,7 @@
 
 #include "engine/engine.h"
 #include "pagedkv/products.h"
+#include "pagedkv/scratch.h"
 #include "pagedkv/status.h"
 
 namespace pagedkv::engine {
@@ -28,7 +29,6 @@ class Products {
  public:
   // Errors: those of MatrixProducts::create, kNoMemory.
   static Result<std::unique_ptr<Products>> create(ProductsChoice choice, int threads);
-  ~Products();
 
   // A fixed table of format, shape and instruction set: the same for every number of tokens, on every run.
   bool takes(const ggml_tensor& weight) const;
@@ -43,7 +43,8 @@ class Products {
 
   MatrixProducts products_;
   ProductsChoice choice_;
-  std::byte* scratch_ = nullptr;  // of every thread, one after another
+  Scratch memory_;
+  std::byte* scratch_ = nullptr;  // in it, of every thread, one after another
 };
 
 // The product nodes of one graph, which they must outlive: the graph points into them.

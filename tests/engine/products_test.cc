@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/product_node.h"
 #include "tests/engine/files.h"
 #include "tests/engine/world.h"
 #include "tests/products/world.h"
@@ -83,6 +84,41 @@ TEST(EngineProducts, ErrorAgainstDoubleIsNoMoreThanGgmls) {
         if (*isa == '\0')
           std::printf("%s %d tokens: %.2e, ggml %.2e\n", ggml_type_name(kTypes[i]), int(n_tokens), e.ours, e.ggmls);
       }
+}
+
+// Of narrow vectors the codes take four times the elements: what a thread keeps them in is counted in bytes.
+TEST(EngineProducts, ManyNarrowVectorsStayInWhatAThreadHasForThem) {
+  constexpr int64_t kOut = 64;
+  constexpr int kThreads = 2;
+  ggml_cpu_init();
+  for (const auto& [n_in, n_tokens] : {std::pair{32, 256}, {32, 255}, {64, 128}, {96, 85}, {576, 8}, {32, 600}}) {
+    const auto products = Products::create(ProductsChoice::kAuto, kThreads);
+    ASSERT_TRUE(products.ok());
+    ProductNodes nodes(**products);
+    const RandomWeight weight(WeightFormat::kQ80, kOut, n_in);
+    const std::vector<float> x = random_vectors(int64_t(n_in) * n_tokens);
+    std::vector<float> y(size_t(kOut * n_tokens));
+    const ggml_context_ptr context(ggml_init({.mem_size = 1 << 20, .mem_buffer = nullptr, .no_alloc = true}));
+    ggml_tensor* a = ggml_new_tensor_2d(context.get(), GGML_TYPE_Q8_0, n_in, kOut);
+    ggml_tensor* b = ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, n_in, n_tokens);
+    a->data = const_cast<std::byte*>(weight.bytes.data());
+    b->data = const_cast<float*>(x.data());
+    ggml_tensor* c = nodes.build(context.get(), a, b);
+    c->data = y.data();
+    std::vector<std::byte> codes;
+    if (c->op == GGML_OP_CUSTOM && c->src[0] != b) {
+      codes.resize(ggml_nbytes(c->src[0]));
+      c->src[0]->data = codes.data();
+    }
+    ggml_cgraph* graph = ggml_new_graph(context.get());
+    ggml_build_forward_expand(graph, c);
+    ggml_cplan plan = ggml_graph_plan(graph, kThreads, nullptr);
+    std::vector<uint8_t> work(plan.work_size + 64);
+    plan.work_data = work.data();
+    ASSERT_EQ(ggml_graph_compute(graph, &plan), GGML_STATUS_SUCCESS);
+    if (!(*products)->takes(*a)) continue;  // ggml's on this CPU
+    EXPECT_TRUE(same_bits(y, multiplied(*MatrixProducts::create(), weight.matrix(), x))) << n_in << " " << n_tokens;
+  }
 }
 
 // What a model of SmolLM2's types is to expect of this machine.
