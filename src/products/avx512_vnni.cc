@@ -10,8 +10,10 @@
 #include "kernels/simd_avx512.h"
 
 #include "products/lanes_avx512.h"
+
+#include "products/sum-inl.h"
 #include "products/weights-inl.h"
-// after them
+// after both
 #include "products/product-inl.h"
 
 namespace pagedkv::products {

@@ -47,7 +47,6 @@ PKV_INLINE Codes fifth_bits(Codes bits) {
   return masked(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit), 16);
 }
 
-PKV_INLINE Vec to_vec(Ints x) { return _mm256_cvtepi32_ps(x); }
 PKV_INLINE Vec f16_of_low(Codes x) {
   const __m256i low = _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
@@ -75,37 +74,15 @@ PKV_INLINE void sum_halves(Codes codes, int32_t* sums) {
   sums[1] = _mm256_extract_epi32(x, 4);
 }
 
-template <int max_code>
-class Sum {
- public:
-  PKV_INLINE void start() { wide_ = no_ints(); }
-  // At what `offset`, a power of two, adds too much to products with codes of this sum.
-  template <int offset>
-  PKV_INLINE void start_below(int32_t sum_of_codes) {
-    constexpr int kShift = __builtin_ctz(offset);
-    wide_ = _mm256_sub_epi32(no_ints(), _mm256_slli_epi32(_mm256_set1_epi32(sum_of_codes), kShift));
-  }
-  PKV_INLINE void add(int k, int n, Codes w, Codes x) {
-    if constexpr (max_code == 0) {
-      static_cast<void>(k), static_cast<void>(n);
-      wide_ = dot_prepared_signed(wide_, w, x);
-      hold(wide_);  // or the compiler adds in pairs, and keeps all products at once
-    } else {
-      constexpr int kSteps = 32767 / (2 * 127 * max_code);
-      const __m256i words = _mm256_maddubs_epi16(w, x);
-      narrow_ = k % kSteps == 0 ? words : _mm256_add_epi16(narrow_, words);
-      hold(narrow_);
-      if (k % kSteps == kSteps - 1 || k == n - 1)
-        wide_ = _mm256_add_epi32(wide_, _mm256_madd_epi16(narrow_, _mm256_set1_epi16(1)));
-    }
-  }
-  using Scale = Vec;
-  static PKV_INLINE Scale scale(Vec by) { return by; }
-  PKV_INLINE Vec times(Scale by) const { return mul(by, _mm256_cvtepi32_ps(wide_)); }
-
- private:
-  __m256i wide_, narrow_;
-};
+PKV_INLINE Ints repeat(int32_t x) { return _mm256_set1_epi32(x); }
+PKV_INLINE Ints minus(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+PKV_INLINE Ints byte_products(Codes a, Codes b) { return _mm256_maddubs_epi16(a, b); }
+PKV_INLINE Ints add_words(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
+PKV_INLINE Ints add_pairs(Ints a, Ints words) {
+  return _mm256_add_epi32(a, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+}
+PKV_INLINE Vec as_vec(Ints x) { return _mm256_castsi256_ps(x); }
+constexpr bool kByteDots = false;
 
 }  // namespace
 }  // namespace pagedkv::products::PKV_ISA

@@ -52,7 +52,6 @@ PKV_INLINE Codes fifth_bits(Codes bits) {
   return _mm512_maskz_mov_epi8(set, _mm512_set1_epi8(16));
 }
 
-PKV_INLINE Vec to_vec(Ints x) { return _mm512_cvtepi32_ps(x); }
 PKV_INLINE Vec f16_of_low(Codes x) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x)); }
 PKV_INLINE Vec f16_of_high(Codes x) { return f16_of_low(_mm512_srli_epi32(x, 16)); }
 PKV_INLINE Codes load_dwords(const uint32_t* p) { return _mm512_loadu_si512(p); }
@@ -80,60 +79,21 @@ PKV_INLINE void sum_halves(Codes codes, int32_t* sums) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), _mm512_castsi512_si128(_mm512_permutexvar_epi32(first, x)));
 }
 
-// The sum of some products of dwords of codes. max_code: the largest code of the weights; 0: they are signed and
-// went through prepare_signed.
-template <int max_code>
-class Sum {
- public:
-  PKV_INLINE void start() { wide_ = _mm512_set1_epi32(kZero); }
-  // At what `offset`, a power of two, adds too much to products with codes of this sum.
-  template <int offset>
-  PKV_INLINE void start_below(int32_t sum_of_codes) {
-    constexpr int kShift = __builtin_ctz(offset);
-    wide_ = _mm512_sub_epi32(_mm512_set1_epi32(kZero), _mm512_slli_epi32(_mm512_set1_epi32(sum_of_codes), kShift));
-  }
-  // k: counts the calls since start(), of n.
-  PKV_INLINE void add(int k, int n, Codes w, Codes x) {
+PKV_INLINE Ints repeat(int32_t x) { return _mm512_set1_epi32(x); }
+PKV_INLINE Ints minus(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+// Of 16-bit integers: products of neighbouring bytes, the first unsigned, added; sums; sums of neighbours, added to
+// a.
+PKV_INLINE Ints byte_products(Codes a, Codes b) { return _mm512_maddubs_epi16(a, b); }
+PKV_INLINE Ints add_words(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
+PKV_INLINE Ints add_pairs(Ints a, Ints words) {
+  return _mm512_add_epi32(a, _mm512_madd_epi16(words, _mm512_set1_epi16(1)));
+}
+PKV_INLINE Vec as_vec(Ints x) { return _mm512_castsi512_ps(x); }
 #if defined(__AVX512VNNI__)
-    static_cast<void>(k), static_cast<void>(n);
-    wide_ = _mm512_dpbusd_epi32(wide_, w, x);
+constexpr bool kByteDots = true;  // four bytes at once, into 32 bits: dot_unsigned
 #else
-    if constexpr (max_code == 0) {
-      static_cast<void>(k), static_cast<void>(n);
-      wide_ = dot_prepared_signed(wide_, w, x);
-      hold(wide_);  // or the compiler adds in pairs, and keeps all products at once
-    } else {        // 16-bit sums as long as they cannot overflow
-      constexpr int kSteps = 32767 / (2 * 127 * max_code);
-      const __m512i words = _mm512_maddubs_epi16(w, x);
-      narrow_ = k % kSteps == 0 ? words : _mm512_add_epi16(narrow_, words);
-      hold(narrow_);
-      if (k % kSteps == kSteps - 1 || k == n - 1)
-        wide_ = _mm512_add_epi32(wide_, _mm512_madd_epi16(narrow_, _mm512_set1_epi16(1)));
-    }
+constexpr bool kByteDots = false;
 #endif
-  }
-#if defined(__AVX512VNNI__)
-  // A sum that started at the bits of 1.5 * 2^23 is, read as a float, 1.5 * 2^23 more than it counts: one fma with
-  // the scale and -1.5 * 2^23 * scale scales it, without a conversion, and rounds once. Scales have 19 bits at
-  // most, so that the second factor is exact.
-  struct Scale {
-    Vec by, less;
-  };
-  static PKV_INLINE Scale scale(Vec by) { return {by, mul(by, set1(-0x1.8p23f))}; }
-  PKV_INLINE Vec times(const Scale& s) const { return fma(_mm512_castsi512_ps(wide_), s.by, s.less); }
-
- private:
-  static constexpr int32_t kZero = 0x4b400000;
-#else
-  using Scale = Vec;
-  static PKV_INLINE Scale scale(Vec by) { return by; }
-  PKV_INLINE Vec times(Scale by) const { return mul(by, _mm512_cvtepi32_ps(wide_)); }
-
- private:
-  static constexpr int32_t kZero = 0;
-#endif
-  __m512i wide_, narrow_;
-};
 
 }  // namespace
 }  // namespace pagedkv::products::PKV_ISA

@@ -13,7 +13,6 @@ constexpr int64_t kPanel = int64_t{kTileRows} * kLanes;  // rows
 static_assert(kPanelRows % kPanel == 0 && kPanelRows / 2 % kLanes == 0);
 
 PKV_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-PKV_INLINE int64_t larger(int64_t a, int64_t b) { return a < b ? b : a; }
 
 // Codes, scales and sums of the tokens from one token and group on.
 struct From {
@@ -55,8 +54,7 @@ PKV_INLINE void store_rows(float* to, int64_t first_lane, Vec y) {
   if (first_lane < kLanes) store_from(to, first_lane, y);
 }
 
-// --- few tokens
-// ---------------------------------------------------------------------------------------------------
+// --- few tokens ------------------------------------------------------------------------------------------------
 
 // kLanes rows from `row` on, n_tokens tokens from `token` on.
 template <class Codec, int n_tokens>
@@ -109,8 +107,7 @@ void few(const ProductCall& call) {
   }
 }
 
-// --- many tokens
-// --------------------------------------------------------------------------------------------------
+// --- many tokens -----------------------------------------------------------------------------------------------
 
 // The scratch of a call. Codes [part, dword, register of rows, lanes, 4], scales and shifts [part, rows]; results
 // of some of the depth [panel, token, rows].
@@ -333,8 +330,7 @@ void product(const ProductCall& call) {
   }
 }
 
-// --- activations
-// --------------------------------------------------------------------------------------------------
+// --- activations -----------------------------------------------------------------------------------------------
 
 // scale = largest / 127, codes = x * (127 / largest) to the nearest, ties to even; all 0 below kLeast. A group with
 // NaN or infinity gets the scale NaN: whatever comes of it is NaN, never a number that looks right.

@@ -41,15 +41,12 @@ PKV_INLINE void nibbles(const uint8_t* p, int64_t stride, Codes* codes) {
 struct Q40 {
   static constexpr int kElements = 32, kBytes = 18, kMaxCode = 15, kOffset = 8, kPart = 32;
   static constexpr bool kHasShift = false;
-  struct Heads {
-    Column<uint16_t, kBytes, 0> d;
-    PKV_INLINE void read(const uint8_t* p, int64_t stride, int64_t n) { d.read(p, stride, n); }
-  };
+  using Heads = Column<uint16_t, kBytes, 0>;  // d
   template <class Visit>
   static PKV_INLINE void block(const uint8_t* p, int64_t stride, const Heads& heads, int64_t b, Visit visit) {
     Codes codes[8];
     nibbles(p + 2, stride, codes);
-    const Vec d = heads.d.f16(b);
+    const Vec d = heads.f16(b);
     visit(0, codes, d, zero());
   }
 };
@@ -57,15 +54,12 @@ struct Q40 {
 struct Q41 {
   static constexpr int kElements = 32, kBytes = 20, kMaxCode = 15, kOffset = 0, kPart = 32;
   static constexpr bool kHasShift = true;
-  struct Heads {
-    Column<uint32_t, kBytes, 0> dm;
-    PKV_INLINE void read(const uint8_t* p, int64_t stride, int64_t n) { dm.read(p, stride, n); }
-  };
+  using Heads = Column<uint32_t, kBytes, 0>;  // d and m
   template <class Visit>
   static PKV_INLINE void block(const uint8_t* p, int64_t stride, const Heads& heads, int64_t b, Visit visit) {
     Codes codes[8];
     nibbles(p + 4, stride, codes);
-    const Codes dm = load_dwords(heads.dm.words[b]);
+    const Codes dm = load_dwords(heads.words[b]);
     const Vec d = f16_of_low(dm);
     visit(0, codes, d, f16_of_high(dm));
   }
@@ -103,10 +97,7 @@ struct Q50 {
 struct Q80 {
   static constexpr int kElements = 32, kBytes = 34, kMaxCode = 0, kOffset = kSignedBias, kPart = 32;
   static constexpr bool kHasShift = false;
-  struct Heads {
-    Column<uint16_t, kBytes, 0> d;
-    PKV_INLINE void read(const uint8_t* p, int64_t stride, int64_t n) { d.read(p, stride, n); }
-  };
+  using Heads = Column<uint16_t, kBytes, 0>;  // d
   template <class Visit>
   static PKV_INLINE void block(const uint8_t* p, int64_t stride, const Heads& heads, int64_t b, Visit visit) {
     Codes codes[8];
@@ -114,7 +105,7 @@ struct Q80 {
     load_rows(p + 18, stride, codes + 4);
 #pragma GCC unroll 8
     for (Codes& x : codes) x = prepare_signed(x);
-    const Vec d = heads.d.f16(b);
+    const Vec d = heads.f16(b);
     visit(0, codes, d, zero());
   }
 };
@@ -122,11 +113,11 @@ struct Q80 {
 // Byte k of each dword.
 template <int k>
 PKV_INLINE Vec byte_of(Codes x) {
-  return to_vec(right<24>(left<24 - 8 * k>(x)));
+  return to_floats(right<24>(left<24 - 8 * k>(x)), 0);
 }
 template <int k>
 PKV_INLINE Vec signed_byte_of(Codes x) {
-  return to_vec(right_signed<24>(left<24 - 8 * k>(x)));
+  return to_floats(right_signed<24>(left<24 - 8 * k>(x)), 0);
 }
 
 struct NoHeads {
@@ -177,10 +168,7 @@ struct Q4K {
 struct Q6K {
   static constexpr int kElements = 256, kBytes = 210, kMaxCode = 63, kOffset = 32, kPart = 16;
   static constexpr bool kHasShift = false;
-  struct Heads {
-    Column<uint16_t, kBytes, 208> d;
-    PKV_INLINE void read(const uint8_t* p, int64_t stride, int64_t n) { d.read(p, stride, n); }
-  };
+  using Heads = Column<uint16_t, kBytes, 208>;  // d
 
   // The pair n of the 128 elements at place `at` (in parts): nibbles at p, more bits in `more`.
   template <int n, class Visit>
@@ -212,7 +200,7 @@ struct Q6K {
   static PKV_INLINE void block(const uint8_t* p, int64_t stride, const Heads& heads, int64_t b, Visit visit) {
     Codes scales[4];
     load_rows(p + 192, stride, scales);
-    const Vec d = heads.d.f16(b);
+    const Vec d = heads.f16(b);
 #pragma GCC unroll 1
     for (int n = 0; n < 2; ++n) half(n, p, stride, d, scales[2 * n], scales[2 * n + 1], visit);
   }
