@@ -116,7 +116,7 @@ class Ours {
     const Part quantizes = small ? Part{} : part;
     if (!products_.quantize(x_.data(), c_.n_in, c_.n_in, c_.n_tokens, codes, quantizes).ok()) std::abort();
     if (!small) team.sync();
-    const int64_t row_bytes = c_.n_in / weight_block_elements(c_.format) * weight_block_bytes(c_.format);
+    const int64_t row_bytes = weight_row_bytes(c_.format, c_.n_in);
     const MatrixProducts::Call call{.weight = {.data = weights_.data() + copy * c_.n_out * row_bytes,
                                                .format = c_.format,
                                                .n_out = c_.n_out,
@@ -185,7 +185,7 @@ Record record_of(const Case& c, const MatrixProducts& products, const std::vecto
 
 Result<Record> run_case(const Case& c, const BenchOptions& options, const MatrixProducts& products, Team& team,
                         const Pages& buffer) {
-  const int64_t bytes = c.n_out * c.n_in / weight_block_elements(c.format) * weight_block_bytes(c.format);
+  const int64_t bytes = c.n_out * weight_row_bytes(c.format, c.n_in);
   const int64_t copies = c.n_tokens <= kFewTokens ? cold_copies(bytes) : 1;
   std::mt19937 random(3);
   std::normal_distribution<float> normal;

@@ -25,6 +25,8 @@ PKV_API std::string_view weight_format_name(WeightFormat format);
 // Elements of a row that one block holds, and the block's bytes.
 PKV_API int64_t weight_block_elements(WeightFormat format);
 PKV_API int64_t weight_block_bytes(WeightFormat format);
+// Bytes of a row's blocks. Requires: n_in is whole blocks.
+PKV_API int64_t weight_row_bytes(WeightFormat format, int64_t n_in);
 
 // [n_out, n_in]: y = W x has n_out elements for n_in of x. Borrowed; rows lie row_bytes apart.
 struct WeightMatrix {

@@ -89,6 +89,9 @@ void multiply_many(const products::Entry& entry, products::ProductCall call, Par
 std::string_view weight_format_name(WeightFormat format) { return row_of(format).name; }
 int64_t weight_block_elements(WeightFormat format) { return row_of(format).elements; }
 int64_t weight_block_bytes(WeightFormat format) { return row_of(format).bytes; }
+int64_t weight_row_bytes(WeightFormat format, int64_t n_in) {
+  return n_in / row_of(format).elements * row_of(format).bytes;
+}
 
 Result<MatrixProducts> MatrixProducts::create(const std::string& isa) {
   const auto kernel = choose_entry(isa);
@@ -124,7 +127,7 @@ Status MatrixProducts::quantize(const float* x, int64_t x_stride, int64_t n_in, 
 Status MatrixProducts::multiply(const Call& call, Part part) const {
   const WeightMatrix& w = call.weight;
   if (!takes(w.format, w.n_out, w.n_in) ||
-      w.row_bytes < w.n_in / row_of(w.format).elements * row_of(w.format).bytes)
+      w.row_bytes < weight_row_bytes(w.format, w.n_in))
     return invalid_argument(str("[products] a weight of ", w.n_out, " x ", w.n_in, " in ",
                                 std::string(row_of(w.format).name), " with rows of ", w.row_bytes,
                                 " bytes: at least ", kPanelRows, " rows of whole blocks are needed"));

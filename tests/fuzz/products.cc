@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "pagedkv/cache.h"
 #include "pagedkv/products.h"
 #include "tests/fuzz/require.h"
 
@@ -36,7 +37,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const int64_t n_out = 32 + data[1] % 40, n_tokens = 1 + data[2] % 14;
   const int64_t n_in =
       weight_block_elements(format) * (1 + data[3] % (weight_block_elements(format) == 32 ? 20 : 3));
-  const int64_t row_bytes = n_in / weight_block_elements(format) * weight_block_bytes(format);
+  const int64_t row_bytes = weight_row_bytes(format, n_in);
   const auto n_bytes = size_t(n_out * row_bytes);
   // Exactly as many bytes as the weight has; the input's are repeated.
   const std::unique_ptr<std::byte[]> weight(new std::byte[n_bytes]);
@@ -47,9 +48,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const WeightMatrix w{
       .data = weight.get(), .format = format, .n_out = n_out, .n_in = n_in, .row_bytes = row_bytes};
   const std::vector<float> plain = multiplied(*MatrixProducts::create("scalar"), w, x);
-  for (const char* isa : {"avx512_vnni", "avx512", "avx2"}) {
-    const auto products = MatrixProducts::create(isa);
-    if (!products.ok()) continue;
+  for (const IsaEntry& isa : isa_entries()) {
+    const auto products = MatrixProducts::create(isa.name);
+    if (!products.ok() || !products->fast()) continue;
     const std::vector<float> fast = multiplied(*products, w, x);
     for (size_t i = 0; i < plain.size(); ++i)
       require(!std::isfinite(plain[i]) ? !std::isfinite(fast[i]) : std::memcmp(&plain[i], &fast[i], 4) == 0);

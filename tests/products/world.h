@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "pagedkv/cache.h"
 #include "pagedkv/products.h"
 #include "tests/kernels/half.h"
 
@@ -49,7 +50,7 @@ struct RandomWeight {
             .format = format,
             .n_out = n_out,
             .n_in = n_in,
-            .row_bytes = n_in / weight_block_elements(format) * weight_block_bytes(format)};
+            .row_bytes = weight_row_bytes(format, n_in)};
   }
 
   WeightFormat format;
@@ -104,10 +105,10 @@ inline bool same_bits(std::span<const float> a, std::span<const float> b) {
 // Every entry but the scalar one.
 template <class F>
 void for_each_fast_entry(F f) {
-  for (const char* isa : {"avx512_vnni", "avx512", "avx2"}) {
-    auto products = MatrixProducts::create(isa);
-    if (!products.ok()) continue;
-    SCOPED_TRACE(isa);
+  for (const IsaEntry& isa : isa_entries()) {
+    auto products = MatrixProducts::create(isa.name);
+    if (!products.ok() || !products->fast()) continue;  // not on this machine, or none of ours
+    SCOPED_TRACE(isa.name);
     f(*products);
   }
 }
