@@ -6,6 +6,7 @@
 
 #include "bench/bench.h"
 #include "bench/measure.h"
+#include "bench/record.h"
 #include "bench/table.h"
 #include "pagedkv/cache.h"
 
@@ -39,15 +40,9 @@ Status write(Cache& cache, SequenceId sequence, std::span<const int32_t> tokens)
 }
 
 Record record(const char* name, int64_t batch, int64_t tokens, const std::vector<double>& samples) {
-  const Spread spread = spread_of(samples);
-  return {.name = name,
-          .batch = batch,
-          .tokens = tokens,
-          .threads = 1,
-          .seconds = spread.median,
-          .p10 = spread.p10,
-          .p90 = spread.p90,
-          .runs = int64_t(samples.size())};
+  Record r{.name = name, .batch = batch, .tokens = tokens, .threads = 1};
+  set_seconds(r, samples);
+  return r;
 }
 
 // Seconds that one block adds to a reserve and its release: a step that takes many against one that takes few, so

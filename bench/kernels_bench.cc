@@ -9,6 +9,7 @@
 #include "bench/measure.h"
 #include "bench/peaks.h"
 #include "bench/peer.h"
+#include "bench/record.h"
 #include "bench/samples.h"
 #include "bench/table.h"
 #include "engine/engine.h"
@@ -264,7 +265,6 @@ Result<Record> run_case(const Case& c, Format format, const BenchOptions& option
     roofline.push_back(std::max(double(bytes) / s.bandwidth, compute_seconds) / seconds.back());
   }
   for (const Sample& s : theirs.samples) peer_seconds.push_back(s.seconds / double(peer_calls));
-  const Spread spread = spread_of(seconds);
   Record r{.name = c.name,
            .format = format_name(format),
            .heads_q = c.heads_q,
@@ -274,21 +274,14 @@ Result<Record> run_case(const Case& c, Format format, const BenchOptions& option
            .tokens = c.tokens - (decode ? 0 : c.rows),
            .threads = team.size(),
            .isa = std::string(ours.cache->isa()),
-           .seconds = spread.median,
-           .p10 = spread.p10,
-           .p90 = spread.p90,
-           .runs = int64_t(seconds.size()),
-           .gbps = double(bytes) / spread.median / 1e9,
            .share = spread_of(share).median,
            .roofline = spread_of(roofline).median,
            .slow_samples = mine.thrown + theirs.thrown,
            .slow_kept = mine.slow_kept + theirs.slow_kept};
+  set_seconds(r, seconds);
+  r.gbps = double(bytes) / r.seconds / 1e9;
   if (const auto tensors = ours.cache->tensors(0); tensors.ok()) r.arena_huge = on_huge_pages(tensors->k.data);
-  if (!peer_seconds.empty()) {
-    r.peer = "ggml";
-    r.peer_seconds = spread_of(peer_seconds).median;
-    r.ratio = *r.peer_seconds / r.seconds;
-  }
+  set_peer(r, "ggml", peer_seconds);
   return r;
 }
 
@@ -297,12 +290,8 @@ Result<Record> run_case(const Case& c, Format format, const BenchOptions& option
 Result<std::vector<Record>> bench_kernels(const BenchOptions& options, std::ostream& table) {
   if (!options.peer.empty() && options.peer != "ggml")
     return invalid_argument("[bench] peer \"" + options.peer + "\" is not one of the kernel cases' peers: ggml");
-  std::vector<Case> cases;
-  for (const std::string& name : case_names(options)) {
-    auto parsed = parse_case(name);
-    if (!parsed.ok()) return parsed.status();
-    cases.push_back(*parsed);
-  }
+  const auto cases = parse_cases(case_names(options), parse_case);
+  if (!cases.ok()) return cases.status();
   const std::vector<Format> formats = options.formats.empty()
                                           ? std::vector<Format>{Format::kF16, Format::kQ8, Format::kQ6, Format::kQ4}
                                           : options.formats;
@@ -316,7 +305,7 @@ Result<std::vector<Record>> bench_kernels(const BenchOptions& options, std::ostr
   print_limits(table, limits.read.best(), limits.f32_ops, limits.int8_ops,
                page_note("the memory that bandwidth is measured on", on_huge_pages(memory.data())));
   print_head(table);
-  for (const Case& c : cases)
+  for (const Case& c : *cases)
     for (const Format format : formats) {
       auto made = run_case(c, format, options, team, limits);
       if (!made.ok()) return made.status();

@@ -11,6 +11,7 @@
 #include "bench/bench.h"
 #include "bench/measure.h"
 #include "bench/peer.h"
+#include "bench/record.h"
 #include "bench/table.h"
 #include "engine/engine.h"
 #include "engine/scheduler.h"
@@ -86,7 +87,6 @@ class Ours {
 Record record(const std::string& name, const engine::Engine& engine, Format format, int64_t depth,
               const std::vector<double>& seconds, const std::vector<double>& peer) {
   const GroupSpec& group = engine.cache_options().groups.front();
-  const Spread spread = spread_of(seconds);
   Record r{.name = name,
            .format = format_name(format),
            .heads_q = engine.model().n_head,
@@ -94,16 +94,9 @@ Record record(const std::string& name, const engine::Engine& engine, Format form
            .head_dim = group.shape.head_dim_k,
            .batch = 1,
            .tokens = depth,
-           .threads = engine.threads(),
-           .seconds = spread.median,
-           .p10 = spread.p10,
-           .p90 = spread.p90,
-           .runs = int64_t(seconds.size())};
-  if (!peer.empty()) {
-    r.peer = "llama";
-    r.peer_seconds = spread_of(peer).median;
-    r.ratio = *r.peer_seconds / r.seconds;
-  }
+           .threads = engine.threads()};
+  set_seconds(r, seconds);
+  set_peer(r, "llama", peer);
   return r;
 }
 

@@ -9,6 +9,8 @@
 #include "bench/measure.h"
 #include "bench/peaks.h"
 #include "bench/peer.h"
+#include "bench/record.h"
+#include "bench/samples.h"
 #include "bench/table.h"
 #include "engine/engine.h"
 #include "pagedkv/products.h"
@@ -21,7 +23,7 @@ constexpr int kSamples = 9;
 constexpr double kSampleSeconds = 3e-3;    // at least
 constexpr int64_t kFewTokens = 8;          // steps of answers: their weights come from memory
 constexpr int64_t kColdBytes = 512 << 20;  // that copies of such a weight have together, at least
-constexpr int64_t kSmall = 8192;           // elements that every thread quantizes for itself, as in the engine
+constexpr int64_t kSmallBytes = 16 << 10;  // of codes that every thread quantizes for itself, as in the engine
 constexpr double kMostDifference = 0.05;   // relative RMS between the two: they round differently
 
 const char* const kShapes[] = {"Q4_1_576x576",  "Q4_1_1536x576",  "Q4_1_576x1536",  "Q8_0_4096x576",
@@ -111,7 +113,7 @@ class Ours {
  private:
   void one(Team& team, int64_t copy, Part part) {
     std::byte* scratch = of_threads_ + thread_bytes_ * part.index;
-    const bool small = c_.n_in * c_.n_tokens <= kSmall;
+    const bool small = MatrixProducts::quantized_bytes(c_.n_in, c_.n_tokens) <= kSmallBytes;
     std::byte* codes = small ? scratch + MatrixProducts::scratch_bytes() : shared_;
     const Part quantizes = small ? Part{} : part;
     if (!products_.quantize(x_.data(), c_.n_in, c_.n_in, c_.n_tokens, codes, quantizes).ok()) std::abort();
@@ -163,28 +165,8 @@ Status check_equal(const Case& c, std::span<const float> ours, std::span<const f
   return Status(Code::kInternal, "[bench] " + c.name + ": ours and ggml's product are not the same");
 }
 
-Record record_of(const Case& c, const MatrixProducts& products, const std::vector<double>& seconds,
-                 const std::vector<double>& peer, const Team& team) {
-  const Spread spread = spread_of(seconds);
-  Record r{.name = c.name,
-           .format = std::string(weight_format_name(c.format)),
-           .tokens = c.n_tokens,
-           .threads = team.size(),
-           .isa = std::string(products.isa()),
-           .seconds = spread.median,
-           .p10 = spread.p10,
-           .p90 = spread.p90,
-           .runs = int64_t(seconds.size())};
-  if (!peer.empty()) {
-    r.peer = "ggml";
-    r.peer_seconds = spread_of(peer).median;
-    r.ratio = *r.peer_seconds / r.seconds;
-  }
-  return r;
-}
-
 Result<Record> run_case(const Case& c, const BenchOptions& options, const MatrixProducts& products, Team& team,
-                        const Pages& buffer) {
+                        ReadLimit& read) {
   const int64_t bytes = c.n_out * weight_row_bytes(c.format, c.n_in);
   const int64_t copies = c.n_tokens <= kFewTokens ? cold_copies(bytes) : 1;
   std::mt19937 random(3);
@@ -208,9 +190,8 @@ Result<Record> run_case(const Case& c, const BenchOptions& options, const Matrix
   int64_t next = 1;
   const int64_t n = calls_of_sample(ours, team, next);
   std::vector<double> mine, theirs;
-  double bandwidth = 0;
   for (int i = 0; i < kSamples; ++i) {
-    if (c.n_tokens <= kFewTokens) bandwidth = std::max(bandwidth, read_bandwidth(team, buffer));
+    if (c.n_tokens <= kFewTokens) read.read();
     double begin = now_seconds();
     ours.run(team, next, n);
     mine.push_back((now_seconds() - begin) / double(n));
@@ -221,10 +202,16 @@ Result<Record> run_case(const Case& c, const BenchOptions& options, const Matrix
     theirs.push_back((now_seconds() - begin) / double(n));
     ggml.sleep();
   }
-  Record r = record_of(c, products, mine, theirs, team);
+  Record r{.name = c.name,
+           .format = std::string(weight_format_name(c.format)),
+           .tokens = c.n_tokens,
+           .threads = team.size(),
+           .isa = std::string(products.isa())};
+  set_seconds(r, mine);
+  set_peer(r, "ggml", theirs);
   if (c.n_tokens <= kFewTokens) {
     r.gbps = double(bytes) / r.seconds / 1e9;
-    if (bandwidth > 0) r.share = *r.gbps * 1e9 / bandwidth;
+    r.share = *r.gbps * 1e9 / read.best();
   } else if (const double peak = int8_peak(team).ops; peak > 0) {
     r.share = 2 * double(c.n_out) * double(c.n_in) * double(c.n_tokens) / r.seconds / peak;
   }
@@ -236,20 +223,20 @@ Result<Record> run_case(const Case& c, const BenchOptions& options, const Matrix
 Result<std::vector<Record>> bench_products(const BenchOptions& options, std::ostream& table) {
   if (!options.peer.empty() && options.peer != "ggml")
     return invalid_argument("[bench] peer \"" + options.peer + "\" is not one of the products' peers: ggml");
-  std::vector<Case> cases;
-  for (const std::string& name : case_names(options)) {
-    auto parsed = parse_case(name);
-    if (!parsed.ok()) return parsed.status();
-    cases.push_back(*parsed);
-  }
+  const auto cases = parse_cases(case_names(options), parse_case);
+  if (!cases.ok()) return cases.status();
   const auto products = MatrixProducts::create();
   if (!products.ok()) return products.status();
   Team team(options.threads > 0 ? options.threads : engine::default_threads());
-  const Pages buffer(read_buffer_bytes());
+  const Pages memory(read_buffer_bytes());
+  if (memory.size() == 0)
+    return Status(Code::kUnavailable,
+                  "[bench] the system gave no " + std::to_string(read_buffer_bytes()) + " bytes to read");
+  ReadLimit read(team, memory);
   std::vector<Record> records;
   print_head(table);
-  for (const Case& c : cases) {
-    auto record = run_case(c, options, *products, team, buffer);
+  for (const Case& c : *cases) {
+    auto record = run_case(c, options, *products, team, read);
     if (!record.ok()) return record.status();
     records.push_back(std::move(*record));
     print_row(table, records.back());

@@ -179,8 +179,7 @@ void add_query_path(CLI::App& command, QueryPath& path) {
 void add_products(CLI::App& command, engine::ProductsChoice& products) {
   add(command, "--products", "WHO",
       "who multiplies with quantized weights: auto (our kernels for the types that `pagedkv info` lists, ggml for "
-      "the "
-      "others) or ggml (always). Default: auto",
+      "the others) or ggml (always). Default: auto",
       [&products](const std::string& word) {
         const auto parsed = engine::parse_products_choice(word);
         if (parsed.ok()) products = *parsed;

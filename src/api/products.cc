@@ -126,8 +126,7 @@ Status MatrixProducts::quantize(const float* x, int64_t x_stride, int64_t n_in, 
 
 Status MatrixProducts::multiply(const Call& call, Part part) const {
   const WeightMatrix& w = call.weight;
-  if (!takes(w.format, w.n_out, w.n_in) ||
-      w.row_bytes < weight_row_bytes(w.format, w.n_in))
+  if (!takes(w.format, w.n_out, w.n_in) || w.row_bytes < weight_row_bytes(w.format, w.n_in))
     return invalid_argument(str("[products] a weight of ", w.n_out, " x ", w.n_in, " in ",
                                 std::string(row_of(w.format).name), " with rows of ", w.row_bytes,
                                 " bytes: at least ", kPanelRows, " rows of whole blocks are needed"));
