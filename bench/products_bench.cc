@@ -165,10 +165,20 @@ Status check_equal(const Case& c, std::span<const float> ours, std::span<const f
   return Status(Code::kInternal, "[bench] " + c.name + ": ours and ggml's product are not the same");
 }
 
+// A random weight is made in f32, a few rows at a time; vectors and results are there twice.
+Status check_memory(const Case& c, int64_t weight_bytes) {
+  const int64_t needs = weight_bytes + 2 * c.n_tokens * (c.n_in + c.n_out) * int64_t{sizeof(float)};
+  const int64_t most = engine::machine_memory({}).limit.n / 2;
+  if (needs <= most) return Status();
+  return Status(Code::kCapacity, "[bench] " + c.name + " takes " + std::to_string(needs >> 20) +
+                                     " MiB; half of what this process may use is " + std::to_string(most >> 20));
+}
+
 Result<Record> run_case(const Case& c, const BenchOptions& options, const MatrixProducts& products, Team& team,
                         ReadLimit& read) {
   const int64_t bytes = c.n_out * weight_row_bytes(c.format, c.n_in);
   const int64_t copies = c.n_tokens <= kFewTokens ? cold_copies(bytes) : 1;
+  if (Status s = check_memory(c, bytes * copies); !s.ok()) return s;
   std::mt19937 random(3);
   std::normal_distribution<float> normal;
   std::vector<float> x(size_t(c.n_tokens * c.n_in));
