@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/codes-inl.h"
+#include "kernels/panels-inl.h"
 #include "kernels/softmax-inl.h"
 
 namespace pagedkv::kernels::PKV_ISA {
@@ -46,8 +47,8 @@ struct PartScratch {
   float* total;       // [state_rows, dv] of the runs before
   RowState* run;      // [state_rows]
   RowState* runs;     // [state_rows]
-  float* k_tile;      // [kTile, dk] decoded
-  float* v_tile;      // [kTile, dv]
+  float* k_tile;      // [kTile * dk] as a panel
+  float* v_tile;      // [kTile * dv]
   int64_t bytes;
 
   PartScratch(const LayerStore& layer, const AttendShape& shape, std::byte* base) {
@@ -219,10 +220,6 @@ class Attention {
     v_bytes_ = packed_bytes(v_.format, v_.head_dim);
     k_adjacent_ = adjacent_rows(k_, k_bytes_);
     v_adjacent_ = adjacent_rows(v_, v_bytes_);
-    for (int t = 0; t < kTile; ++t) {
-      k_tile_[t] = reinterpret_cast<const uint8_t*>(scratch_.k_tile + t * scratch_.dk);
-      v_tile_[t] = reinterpret_cast<const uint8_t*>(scratch_.v_tile + t * scratch_.dv);
-    }
   }
 
   void work() {
@@ -348,8 +345,7 @@ class Attention {
     } else if (direct) {
       products_of(k_.format).dot[n - 1](packed, q, scratch_.dk, end, s);
     } else {
-      const TileRows decoded{k_tile_, nullptr, scratch_.dk * int64_t(sizeof(float))};
-      kProducts<F32Codec>.dot[n - 1](decoded, q, scratch_.dk, end, s);
+      kFloatProducts.dot[n - 1](scratch_.k_tile, scratch_.dk, q, scratch_.dk, end, s);
     }
   }
 
@@ -369,8 +365,7 @@ class Attention {
     } else if (direct) {
       products_of(v_.format).add[n - 1](packed, s, alpha, end, acc, scratch_.dv);
     } else {
-      const TileRows decoded{v_tile_, nullptr, scratch_.dv * int64_t(sizeof(float))};
-      kProducts<F32Codec>.add[n - 1](decoded, s, alpha, end, acc, scratch_.dv);
+      kFloatProducts.add[n - 1](scratch_.v_tile, scratch_.dv, s, alpha, end, acc);
     }
   }
 
@@ -381,19 +376,17 @@ class Attention {
   uint8_t* k_panel() const { return reinterpret_cast<uint8_t*>(scratch_.k_tile); }
   uint8_t* v_panel() const { return reinterpret_cast<uint8_t*>(scratch_.v_tile); }
 
-  // Once for all rows of the slice: rows as floats, codes as panels.
+  // Once for all rows of the slice.
   void lay_out_tile(const Tile& tile) {
     if (call_.shape.k_codes) {
       code_products_of(k_.format).lay_out_keys({tile.k, nullptr, k_bytes_}, k_panel());
     } else {
-      const DecodeRow decode = decoder_of(k_.format);
-      for (int t = 0; t < kTile; ++t) decode(tile.k[t], k_bytes_, scratch_.k_tile + t * scratch_.dk);
+      lay_out_key_floats(decoder_of(k_.format), {tile.k, nullptr, k_bytes_}, scratch_.dk, scratch_.k_tile);
     }
     if (call_.shape.v_codes) {
       code_products_of(v_.format).lay_out_values({tile.v, nullptr, v_bytes_}, v_panel());
     } else {
-      const DecodeRow decode = decoder_of(v_.format);
-      for (int t = 0; t < kTile; ++t) decode(tile.v[t], v_bytes_, scratch_.v_tile + t * scratch_.dv);
+      lay_out_value_floats(decoder_of(v_.format), {tile.v, nullptr, v_bytes_}, scratch_.dv, scratch_.v_tile);
     }
   }
 
@@ -551,8 +544,6 @@ class Attention {
   PartScratch scratch_;
   int64_t k_bytes_, v_bytes_;
   bool k_adjacent_, v_adjacent_;  // TileRows::adjacent
-  const uint8_t* k_tile_[kTile];
-  const uint8_t* v_tile_[kTile];
   static constexpr int64_t kTiles = kAhead + 1;
   Slices slices_;
   Slice queries_of_{};  // the slice whose queries are in the scratch

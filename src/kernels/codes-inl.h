@@ -16,8 +16,6 @@
 namespace pagedkv::kernels::PKV_ISA {
 namespace {
 
-constexpr int kQuarters = kLanes / 4;  // of a register: groups of four tokens side by side
-
 struct Q8Codes {
   static constexpr int kPlanes = 2;
   static constexpr int kUnitBytes = kUnit, kBias = 0;
@@ -342,8 +340,6 @@ void add_codes(const TileRows& v, const WeightCodes& w, const float* alpha, int 
 
 // --- panels: a tile's codes laid out once for the many rows of a prompt ------------------------------------------
 
-constexpr int kPanelVecs = kTile / kLanes;  // registers of one dword of all tokens
-
 // Keys with tokens side by side: [dwords of a row][kTile] dwords.
 template <class Codec>
 void lay_out_keys(const TileRows& k, uint8_t* panel) {
@@ -357,14 +353,8 @@ void lay_out_keys(const TileRows& k, uint8_t* panel) {
         x[i] = Codec::prepared(
             Codec::load(u < n_full ? k.rows[t + i] + u * Codec::kUnitBytes : tails + (t + i) * Codec::kUnitBytes));
       }
-      for (int g = 0; g < kQuarters; ++g) transpose_dwords(x + 4 * g);
-      for (int c = 0; c < 4; ++c) {
-        Codes quarters[kQuarters];
-        for (int g = 0; g < kQuarters; ++g) quarters[g] = x[4 * g + c];
-        transpose_quarters(quarters);
-        for (int i = 0; i < kQuarters; ++i)
-          store_codes(panel + ((u * kLanes + 4 * i + c) * kTile + t) * 4, quarters[i]);
-      }
+      transpose_square(x);
+      for (int i = 0; i < kLanes; ++i) store_codes(panel + ((u * kLanes + i) * kTile + t) * 4, x[i]);
     }
   }
 }
@@ -392,7 +382,7 @@ void lay_out_values(const TileRows& v, uint8_t* panel) {
 template <class Codec, int R>
 void dot_key_panel(const uint8_t* panel, const QueryCodes& q, int end, float* s) {
   constexpr int kPlanes = Codec::kPlanes;
-  constexpr int kVecs = kPanelVecs < 4 ? kPanelVecs : 4;
+  constexpr int kVecs = kTile / kLanes < 4 ? kTile / kLanes : 4;
   constexpr int kMostRows = 4 / kPlanes;
   constexpr int kRows = R < kMostRows ? R : kMostRows;
   for (int t = 0; t < end; t += kVecs * kLanes) {

@@ -145,10 +145,24 @@ PKV_INLINE void copy_scales(const uint8_t* from, int64_t stride, int n, float* t
     for (; i + kLanes <= n; i += kLanes) store(to + i, load(reinterpret_cast<const float*>(from) + i));
   for (; i < n; ++i) __builtin_memcpy(to + i, from + i * stride, sizeof(float));
 }
+constexpr int kQuarters = kLanes / 4;  // of a register
+
+// kLanes rows of as many dwords: x[i] becomes dword i of every row.
+PKV_INLINE void transpose_square(Codes* x) {
+  for (int g = 0; g < kQuarters; ++g) transpose_dwords(x + 4 * g);
+  Codes rows[kLanes];
+  for (int c = 0; c < 4; ++c) {
+    Codes quarters[kQuarters];
+    for (int g = 0; g < kQuarters; ++g) quarters[g] = x[4 * g + c];
+    transpose_quarters(quarters);
+    for (int i = 0; i < kQuarters; ++i) rows[4 * i + c] = quarters[i];
+  }
+  for (int i = 0; i < kLanes; ++i) x[i] = rows[i];
+}
+
 // Scales in the order of tokens to their places.
 PKV_INLINE void to_places(const float* tokens, float* places) {
   static_assert(kQuarterTokens % kLanes == 0 && kLanes % 4 == 0);
-  constexpr int kQuarters = kLanes / 4;
   for (int first = 0; first < kQuarterTokens; first += kLanes) {
     Codes x[4];
     for (int j = 0; j < 4; ++j)
