@@ -51,19 +51,22 @@ std::vector<std::string> case_names(const BenchOptions& options) {
 
 Result<Case> parse_case(const std::string& name) {
   const auto refused = [&] {
-    return invalid_argument(
-        "[bench] case \"" + name +
-        "\" is not of the form Q4_1_576x1536_n512: a format (Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q6_K), "
-        "rows (at least 32) x columns (whole blocks) of the weight, and tokens");
+    std::string formats;
+    for (const WeightFormat format : weight_formats())
+      formats += (formats.empty() ? "" : ", ") + std::string(weight_format_name(format));
+    return invalid_argument("[bench] case \"" + name + "\" is not of the form Q4_1_576x1536_n512: a format (" +
+                            formats +
+                            "), "
+                            "rows (at least 32) x columns (whole blocks) of the weight, and tokens");
   };
   Case c{.name = name};
   std::string_view rest = name;
   bool known = false;
-  for (int i = 0; i <= int(WeightFormat::kQ6K); ++i) {
-    const std::string_view format = weight_format_name(WeightFormat(i));
-    if (!rest.starts_with(format)) continue;
-    c.format = WeightFormat(i);
-    rest.remove_prefix(format.size());
+  for (const WeightFormat format : weight_formats()) {
+    const std::string_view format_name = weight_format_name(format);
+    if (!rest.starts_with(format_name)) continue;
+    c.format = format;
+    rest.remove_prefix(format_name.size());
     known = true;
     break;
   }

@@ -18,12 +18,22 @@ std::optional<WeightFormat> format_of(ggml_type type) {
       return WeightFormat::kQ41;
     case GGML_TYPE_Q5_0:
       return WeightFormat::kQ50;
+    case GGML_TYPE_Q5_1:
+      return WeightFormat::kQ51;
     case GGML_TYPE_Q8_0:
       return WeightFormat::kQ80;
+    case GGML_TYPE_IQ4_NL:
+      return WeightFormat::kIQ4NL;
+    case GGML_TYPE_Q3_K:
+      return WeightFormat::kQ3K;
     case GGML_TYPE_Q4_K:
       return WeightFormat::kQ4K;
+    case GGML_TYPE_Q5_K:
+      return WeightFormat::kQ5K;
     case GGML_TYPE_Q6_K:
       return WeightFormat::kQ6K;
+    case GGML_TYPE_IQ4_XS:
+      return WeightFormat::kIQ4XS;
     default:
       return std::nullopt;
   }

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -19,7 +20,10 @@
 namespace pagedkv {
 
 // By ggml's names; the blocks are ggml's.
-enum class WeightFormat : uint8_t { kQ40, kQ41, kQ50, kQ80, kQ4K, kQ6K };
+enum class WeightFormat : uint8_t { kQ40, kQ41, kQ50, kQ51, kQ80, kIQ4NL, kQ3K, kQ4K, kQ5K, kQ6K, kIQ4XS };
+
+// All of them.
+PKV_API std::span<const WeightFormat> weight_formats();
 
 PKV_API std::string_view weight_format_name(WeightFormat format);
 // Elements of a row that one block holds, and the block's bytes.

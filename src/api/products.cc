@@ -20,8 +20,14 @@ struct FormatRow {
   int64_t elements;
   int64_t bytes;
 };
-constexpr FormatRow kFormats[] = {{"Q4_0", 32, 18}, {"Q4_1", 32, 20},   {"Q5_0", 32, 22},
-                                  {"Q8_0", 32, 34}, {"Q4_K", 256, 144}, {"Q6_K", 256, 210}};
+constexpr FormatRow kFormats[] = {{"Q4_0", 32, 18},   {"Q4_1", 32, 20},   {"Q5_0", 32, 22},    {"Q5_1", 32, 24},
+                                  {"Q8_0", 32, 34},   {"IQ4_NL", 32, 18}, {"Q3_K", 256, 110},  {"Q4_K", 256, 144},
+                                  {"Q5_K", 256, 176}, {"Q6_K", 256, 210}, {"IQ4_XS", 256, 136}};
+constexpr WeightFormat kWeightFormats[] = {WeightFormat::kQ40, WeightFormat::kQ41,  WeightFormat::kQ50,
+                                           WeightFormat::kQ51, WeightFormat::kQ80,  WeightFormat::kIQ4NL,
+                                           WeightFormat::kQ3K, WeightFormat::kQ4K,  WeightFormat::kQ5K,
+                                           WeightFormat::kQ6K, WeightFormat::kIQ4XS};
+static_assert(std::size(kFormats) == std::size(kWeightFormats));
 constexpr int64_t kFewRows = kPanelRows / 2;  // that a part of few tokens is counted in
 constexpr int64_t kFewestTokensOfAPart = 48;  // fewer would unpack weights more often than is worth it
 constexpr int64_t kMostPieces = 16;           // that tokens are cut into
@@ -86,6 +92,7 @@ void multiply_many(const products::Entry& entry, products::ProductCall call, Par
 
 }  // namespace
 
+std::span<const WeightFormat> weight_formats() { return kWeightFormats; }
 std::string_view weight_format_name(WeightFormat format) { return row_of(format).name; }
 int64_t weight_block_elements(WeightFormat format) { return row_of(format).elements; }
 int64_t weight_block_bytes(WeightFormat format) { return row_of(format).bytes; }

@@ -1,4 +1,5 @@
-// A tile's keys and values as floats, laid out once for the many rows of a prompt. Compiled once per instruction set.
+// A tile's keys and values as floats, laid out once for the many rows of a prompt. Compiled once per instruction
+// set.
 //
 // Sums are those of tile-inl.h to the bit. There a register holds the lanes of one product q.k, here one lane of
 // the products with many tokens: what was a tree across the lanes of a register is one across registers.
@@ -57,7 +58,8 @@ void dot_key_floats(const float* panel, int64_t dk, const float* q, int64_t q_st
         for (int r = 0; r < R; ++r) {
           const Vec element = set1(from[r * q_stride]);
 #pragma GCC unroll 4
-          for (int v = 0; v < kPanelVecs; ++v) sums[r * kPanelVecs + v] = fma(element, x[v], sums[r * kPanelVecs + v]);
+          for (int v = 0; v < kPanelVecs; ++v)
+            sums[r * kPanelVecs + v] = fma(element, x[v], sums[r * kPanelVecs + v]);
         }
       }
       int level = 0;
@@ -73,8 +75,8 @@ void dot_key_floats(const float* panel, int64_t dk, const float* q, int64_t q_st
   }
 }
 
-// Packed values as [columns][kTile][floats of a column]: as many columns of kPanelFloats as there are, then narrower
-// ones.
+// Packed values as [columns][kTile][floats of a column]: as many columns of kPanelFloats as there are, then
+// narrower ones.
 void lay_out_value_floats(DecodeRow decode, const TileRows& v, int64_t dv, float* panel) {
   alignas(64) float row[kMaxHeadDim];
   for (int t = 0; t < kTile; ++t) {
@@ -82,7 +84,8 @@ void lay_out_value_floats(DecodeRow decode, const TileRows& v, int64_t dv, float
     int64_t width = kPanelFloats;
     for (int64_t first = 0; first < dv; first += width) {
       while (dv - first < width) width /= 2;
-      for (int64_t i = 0; i < width; i += kLanes) store(panel + first * kTile + t * width + i, load(row + first + i));
+      for (int64_t i = 0; i < width; i += kLanes)
+        store(panel + first * kTile + t * width + i, load(row + first + i));
     }
   }
 }

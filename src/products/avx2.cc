@@ -11,7 +11,7 @@
 #include "products/lanes_avx2.h"
 
 #include "products/sum-inl.h"
-#include "products/weights-inl.h"
+#include "products/weights_k-inl.h"
 // after both
 #include "products/product-inl.h"
 

@@ -12,7 +12,7 @@
 #include "products/lanes_avx512.h"
 
 #include "products/sum-inl.h"
-#include "products/weights-inl.h"
+#include "products/weights_k-inl.h"
 // after both
 #include "products/product-inl.h"
 

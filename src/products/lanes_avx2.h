@@ -47,6 +47,12 @@ PKV_INLINE Codes fifth_bits(Codes bits) {
   return masked(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit), 16);
 }
 
+// Each byte of x, below 16, stands for one of the table.
+PKV_INLINE Codes looked_up(const int8_t* table, Codes x) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))),
+                             x);
+}
+
 PKV_INLINE Vec f16_of_low(Codes x) {
   const __m256i low = _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);

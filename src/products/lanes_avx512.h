@@ -52,6 +52,10 @@ PKV_INLINE Codes fifth_bits(Codes bits) {
   return _mm512_maskz_mov_epi8(set, _mm512_set1_epi8(16));
 }
 
+PKV_INLINE Codes looked_up(const int8_t* table, Codes x) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), x);
+}
+
 PKV_INLINE Vec f16_of_low(Codes x) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x)); }
 PKV_INLINE Vec f16_of_high(Codes x) { return f16_of_low(_mm512_srli_epi32(x, 16)); }
 PKV_INLINE Codes load_dwords(const uint32_t* p) { return _mm512_loadu_si512(p); }

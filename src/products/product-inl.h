@@ -321,12 +321,22 @@ void product(const ProductCall& call) {
       return product_of<Q41>(call);
     case WeightFormat::kQ50:
       return product_of<Q50>(call);
+    case WeightFormat::kQ51:
+      return product_of<Q51>(call);
     case WeightFormat::kQ80:
       return product_of<Q80>(call);
+    case WeightFormat::kIQ4NL:
+      return product_of<IQ4NL>(call);
+    case WeightFormat::kQ3K:
+      return product_of<Q3K>(call);
     case WeightFormat::kQ4K:
       return product_of<Q4K>(call);
+    case WeightFormat::kQ5K:
+      return product_of<Q5K>(call);
     case WeightFormat::kQ6K:
       return product_of<Q6K>(call);
+    case WeightFormat::kIQ4XS:
+      return product_of<IQ4XS>(call);
   }
 }
 

@@ -28,7 +28,7 @@ float f16_at(const uint8_t* p) {
 // A group of 32 weights: weight = scale * code + shift, with a scale for each half.
 struct Group {
   int codes[32];
-  float scales[2];  // of each half: only Q6_K's differ
+  float scales[2];  // of each half: only those of Q3_K and Q6_K differ
   float shift;
   bool has_shift;
 };
@@ -54,17 +54,56 @@ Group q5_0(const uint8_t* p) {
   for (int i = 0; i < 32; ++i) g.codes[i] = (nibble(p + 6, i) | (p[2 + i / 8] >> i % 8 & 1) << 4) - 16;
   return g;
 }
+Group q5_1(const uint8_t* p) {
+  Group g = legacy(f16_at(p), true, f16_at(p + 2));
+  for (int i = 0; i < 32; ++i) g.codes[i] = nibble(p + 8, i) | (p[4 + i / 8] >> i % 8 & 1) << 4;
+  return g;
+}
 Group q8_0(const uint8_t* p) {
   Group g = legacy(f16_at(p), false, 0);
   for (int i = 0; i < 32; ++i) g.codes[i] = (p[2 + i] ^ 0x80) - 0x80;  // two's complement
   return g;
 }
-Group q4_k(const uint8_t* p, int n) {
+constexpr int kIQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+Group iq4_nl(const uint8_t* p) {
+  Group g = legacy(f16_at(p), false, 0);
+  for (int i = 0; i < 32; ++i) g.codes[i] = kIQ4[nibble(p + 2, i)];
+  return g;
+}
+// Scales and minima of Q4_K and Q5_K.
+Group with_minimum(const uint8_t* p, int n) {
   const uint8_t* packed = p + 4;
   const int scale = n < 4 ? packed[n] & 63 : (packed[n + 4] & 15) | packed[n - 4] >> 6 << 4;
   const int least = n < 4 ? packed[n + 4] & 63 : packed[n + 4] >> 4 | packed[n] >> 6 << 4;
-  Group g = legacy(f16_at(p) * float(scale), true, -f16_at(p + 2) * float(least));
+  return legacy(f16_at(p) * float(scale), true, -f16_at(p + 2) * float(least));
+}
+Group q4_k(const uint8_t* p, int n) {
+  Group g = with_minimum(p, n);
   for (int i = 0; i < 32; ++i) g.codes[i] = p[16 + n / 2 * 32 + i] >> (n % 2 * 4) & 15;
+  return g;
+}
+Group q5_k(const uint8_t* p, int n) {
+  Group g = with_minimum(p, n);
+  for (int i = 0; i < 32; ++i)
+    g.codes[i] = (p[48 + n / 2 * 32 + i] >> (n % 2 * 4) & 15) | (p[16 + i] >> n & 1) << 4;
+  return g;
+}
+Group q3_k(const uint8_t* p, int n) {
+  Group g = legacy(0, false, 0);
+  for (int half = 0; half < 2; ++half) {
+    const int i = 2 * n + half;
+    const int low = (i < 8 ? p[96 + i] : p[96 + i - 8] >> 4) & 15, high = p[104 + i % 4] >> (i / 4 * 2) & 3;
+    g.scales[half] = f16_at(p + 108) * float((low | high << 4) - 32);
+  }
+  for (int i = 0; i < 32; ++i)
+    g.codes[i] = ((p[32 + n / 4 * 32 + i] >> (n % 4 * 2) & 3) | (p[i] >> n & 1) << 2) - 4;
+  return g;
+}
+Group iq4_xs(const uint8_t* p, int n) {
+  const int low = p[4 + n / 2] >> (n % 2 * 4) & 15, high = word_at(p + 2) >> (2 * n) & 3;
+  Group g = legacy(f16_at(p) * float((low | high << 4) - 32), false, 0);
+  for (int i = 0; i < 32; ++i) g.codes[i] = kIQ4[nibble(p + 8 + n * 16, i)];
   return g;
 }
 Group q6_k(const uint8_t* p, int n) {
@@ -88,12 +127,22 @@ Group group_of(WeightFormat format, const uint8_t* row, int64_t n) {
       return q4_1(row + n * 20);
     case WeightFormat::kQ50:
       return q5_0(row + n * 22);
+    case WeightFormat::kQ51:
+      return q5_1(row + n * 24);
     case WeightFormat::kQ80:
       return q8_0(row + n * 34);
+    case WeightFormat::kIQ4NL:
+      return iq4_nl(row + n * 18);
+    case WeightFormat::kQ3K:
+      return q3_k(row + n / 8 * 110, int(n % 8));
     case WeightFormat::kQ4K:
       return q4_k(row + n / 8 * 144, int(n % 8));
+    case WeightFormat::kQ5K:
+      return q5_k(row + n / 8 * 176, int(n % 8));
     case WeightFormat::kQ6K:
       return q6_k(row + n / 8 * 210, int(n % 8));
+    case WeightFormat::kIQ4XS:
+      return iq4_xs(row + n / 8 * 136, int(n % 8));
   }
   return {};
 }
@@ -118,15 +167,15 @@ float one(const ProductCall& call, int64_t token, int64_t out) {
   return y;
 }
 
-// Q6_K has a scale for every 16 elements, and adds these parts, eight to 128 elements, in this order.
-float one_q6_k(const ProductCall& call, int64_t token, int64_t out) {
+// With a scale for every 16 elements; these parts, eight to 128 elements, are added in this order.
+float one_by_halves(const ProductCall& call, int64_t token, int64_t out) {
   constexpr int kPlaces[8] = {0, 4, 2, 6, 1, 5, 3, 7};
   const uint8_t* row = call.weights.data + out * call.weights.row_bytes;
   const Activations& x = call.x;
   float y = 0;
   for (int64_t i = 0; i < 2 * x.n_groups; ++i) {
     const int64_t part = i / 8 * 8 + kPlaces[i % 8], n = part / 2, half = part % 2;
-    const Group g = q6_k(row + n / 8 * 210, int(n % 8));
+    const Group g = group_of(call.weights.format, row, n);
     const int8_t* codes = x.codes + token * x.code_stride + part * 16;
     y = std::fma(g.scales[half] * float(dot(g.codes + 16 * half, codes, 16)), x.scales[token * x.n_groups + n], y);
   }
@@ -134,7 +183,8 @@ float one_q6_k(const ProductCall& call, int64_t token, int64_t out) {
 }
 
 void product(const ProductCall& call) {
-  const auto f = call.weights.format == WeightFormat::kQ6K ? one_q6_k : one;
+  const bool by_halves = call.weights.format == WeightFormat::kQ3K || call.weights.format == WeightFormat::kQ6K;
+  const auto f = by_halves ? one_by_halves : one;
   for (int64_t token = call.token_begin; token < call.token_end; ++token)
     for (int64_t out = call.out_begin; out < call.out_end; ++out)
       call.y[token * call.y_stride + out] = f(call, token, out);

@@ -19,8 +19,10 @@ struct Errors {
   double ours = 0, ggmls = 0;  // relative RMS against double
 };
 
-constexpr ggml_type kTypes[] = {GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q5_0,
-                                GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_Q6_K};
+// In the order of weight_formats().
+constexpr ggml_type kTypes[] = {GGML_TYPE_Q4_0, GGML_TYPE_Q4_1,   GGML_TYPE_Q5_0,  GGML_TYPE_Q5_1,
+                                GGML_TYPE_Q8_0, GGML_TYPE_IQ4_NL, GGML_TYPE_Q3_K,  GGML_TYPE_Q4_K,
+                                GGML_TYPE_Q5_K, GGML_TYPE_Q6_K,   GGML_TYPE_IQ4_XS};
 
 // y = W x by ggml, on one thread.
 std::vector<float> by_ggml(ggml_type type, const std::vector<uint8_t>& w, const std::vector<float>& x,
@@ -73,12 +75,12 @@ Errors errors_of(WeightFormat format, ggml_type type, const MatrixProducts& prod
 
 TEST(EngineProducts, ErrorAgainstDoubleIsNoMoreThanGgmls) {
   ggml_cpu_init();
-  for (size_t i = 0; i < std::size(kWeightFormats); ++i)
+  for (size_t i = 0; i < std::size(kTypes); ++i)
     for (const int64_t n_tokens : {1, 24})
       for (const char* isa : {"scalar", ""}) {
         const auto products = MatrixProducts::create(isa);
         ASSERT_TRUE(products.ok());
-        const Errors e = errors_of(kWeightFormats[i], kTypes[i], *products, n_tokens);
+        const Errors e = errors_of(weight_formats()[i], kTypes[i], *products, n_tokens);
         EXPECT_LE(e.ours, 1.05 * e.ggmls) << ggml_type_name(kTypes[i]) << " " << n_tokens;
         EXPECT_LE(e.ours, 0.01) << ggml_type_name(kTypes[i]) << " " << n_tokens;
         if (*isa == '\0')

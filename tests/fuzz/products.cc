@@ -33,7 +33,7 @@ std::vector<float> multiplied(const MatrixProducts& products, const WeightMatrix
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size < 4) return 0;
-  const auto format = WeightFormat(data[0] % 6);
+  const auto format = weight_formats()[data[0] % weight_formats().size()];
   const int64_t n_out = 32 + data[1] % 40, n_tokens = 1 + data[2] % 14;
   const int64_t n_in =
       weight_block_elements(format) * (1 + data[3] % (weight_block_elements(format) == 32 ? 20 : 3));

@@ -18,7 +18,7 @@ std::vector<Shape> shapes_of(WeightFormat format) {
 
 template <class F>
 void for_each_weight(F f) {
-  for (WeightFormat format : kWeightFormats)
+  for (WeightFormat format : weight_formats())
     for (const Shape& s : shapes_of(format)) {
       SCOPED_TRACE(std::string(weight_format_name(format)) + " " + std::to_string(s.n_out) + " x " +
                    std::to_string(s.n_in));
@@ -85,7 +85,7 @@ TEST(Products, RowsMayLieApart) {
 
 TEST(Products, ExtremeCodesDoNotSaturate) {
   const auto plain = MatrixProducts::create("scalar");
-  for (WeightFormat format : kWeightFormats)
+  for (WeightFormat format : weight_formats())
     for (int byte : {0x00, 0x7f, 0x80, 0xff}) {
       RandomWeight w(format, 32, 512);
       const uint16_t one = f32_to_f16(1);

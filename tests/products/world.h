@@ -14,15 +14,16 @@
 
 namespace pagedkv {
 
-inline constexpr WeightFormat kWeightFormats[] = {WeightFormat::kQ40, WeightFormat::kQ41, WeightFormat::kQ50,
-                                                  WeightFormat::kQ80, WeightFormat::kQ4K, WeightFormat::kQ6K};
-
 // Where a block has its f16 scales, which must be numbers; every other byte may be anything.
 inline std::vector<size_t> half_places(WeightFormat format) {
   switch (format) {
     case WeightFormat::kQ41:
+    case WeightFormat::kQ51:
     case WeightFormat::kQ4K:
+    case WeightFormat::kQ5K:
       return {0, 2};
+    case WeightFormat::kQ3K:
+      return {108};
     case WeightFormat::kQ6K:
       return {208};
     default:
