@@ -3,13 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cctype>
-#include <charconv>
-#include <functional>
-#include <limits>
-#include <sstream>
 #include <utility>
 
+#include "cli/words.h"
 #include "pagedkv/log.h"
 #include "pagedkv/paged_kv_cache.h"
 
@@ -20,91 +16,10 @@ constexpr int64_t kMaxBlockSize = 256;
 constexpr int64_t kMaxPosition = 0x7fffffff;  // positions are int32 in a plan
 constexpr int64_t kMaxThreads = 512;          // ggml's limit
 constexpr int kHelpColumn = 38;
-constexpr size_t kHelpWidth = 76;
-
-// --- words to values ---------------------------------------------------------------------------------------------
-Result<int64_t> read_whole(const std::string& word, int64_t low, int64_t high) {
-  int64_t value = 0;
-  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-  if (error == std::errc() && end == word.data() + word.size() && value >= low && value <= high) return value;
-  return invalid_argument(fmt::format("\"{}\" is not a whole number from {} to {}", word, low, high));
-}
-
-// Any finite or infinite number, or NaN: the ranges are check_sampling's. Too large for a double is infinite.
-Result<double> read_number(const std::string& word) {
-  double value = 0;
-  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-  if (end != word.data() + word.size() || error == std::errc::invalid_argument)
-    return invalid_argument(fmt::format("\"{}\" is not a number", word));
-  return error == std::errc() ? value : std::numeric_limits<double>::infinity();
-}
-
-Result<Bytes> read_bytes(const std::string& word) {
-  constexpr int64_t kMax = int64_t{1} << 46;
-  int64_t value = 0;
-  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-  std::string unit(end, word.data() + word.size());
-  std::transform(unit.begin(), unit.end(), unit.begin(), [](unsigned char c) { return std::tolower(c); });
-  const int shift = unit.empty() ? 0 : unit == "kib" ? 10 : unit == "mib" ? 20 : unit == "gib" ? 30 : -1;
-  if (error != std::errc() || shift < 0 || value < 1 || value > (kMax >> shift)) {
-    return invalid_argument(fmt::format(
-        "\"{}\" is not a size from 1 to {} bytes (64 TiB): a whole number, with KiB, MiB or GiB if wanted", word,
-        kMax));
-  }
-  return Bytes(value << shift);
-}
 
 void notice_foreign_spelling(const std::string& mode) {
   if (is_foreign_spelling(mode))
     notice(fmt::format("{}: here the format with one scale a row, not ggml's of that name (groups of 32)", mode));
-}
-
-// --- registering -------------------------------------------------------------------------------------------------
-std::string wrapped(const std::string& text) {
-  std::istringstream words(text);
-  std::string lines, line;
-  for (std::string word; words >> word;) {
-    if (!line.empty() && line.size() + 1 + word.size() > kHelpWidth) lines += line + "\n", line.clear();
-    line += (line.empty() ? "" : " ") + word;
-  }
-  return lines + line;
-}
-
-// Adds an option that takes one word; `take` stores its value, and what it refuses is a usage error. CLI11's own
-// conversions are not used: they know no ranges, and read "{}" or "[a]" in a prompt as lists.
-using Take = std::function<Status(const std::string& word)>;
-CLI::Option* add(CLI::App& command, const std::string& names, const std::string& value_name,
-                 const std::string& help, Take take) {
-  const std::string first = names.substr(0, names.find(','));
-  const std::string shown = names.find("--") == std::string::npos ? first : names.substr(names.find("--"));
-  const std::string name = shown.substr(0, shown.find(','));
-  return command
-      .add_option(
-          names,
-          [take = std::move(take), name](const CLI::results_t& words) {
-            for (const std::string& word : words)
-              if (Status status = take(word); !status.ok()) throw CLI::ValidationError(name, status.message());
-            return true;
-          },
-          wrapped(help))
-      ->type_name(value_name)
-      ->type_size(1)
-      ->expected(1);
-}
-
-Take whole(int64_t low, int64_t high, std::function<void(int64_t)> store) {
-  return [low, high, store = std::move(store)](const std::string& word) {
-    const auto value = read_whole(word, low, high);
-    if (value.ok()) store(*value);
-    return value.status();
-  };
-}
-
-Take text(std::optional<std::string>& target) {
-  return [&target](const std::string& word) {
-    target = word;
-    return Status();
-  };
 }
 
 CLI::Option* add_model(CLI::App& command, std::string& path) {
@@ -237,6 +152,61 @@ void add_engine_options(CLI::App& command, EngineWords& words) {
   add_reproducible(command, options.reproducible);
 }
 
+void add_context(CLI::App& command, Tokens& context) {
+  add(command, "-c,--context", "N",
+      "tokens of the longest sequence, prompt and answer together. Default: the context the model was trained for, "
+      "or what memory holds. Larger: longer conversations, more memory when they get long",
+      whole(1, kMaxPosition, [&context](int64_t n) { context = Tokens(n); }));
+}
+
+/** The folder where blocks are kept, and what else is said of it. */
+void add_cache_dir(CLI::App& command, EngineWords& words) {
+  const auto folder = [&words]() -> DiskTierOptions& {
+    if (!words.cache_dir) words.cache_dir.emplace();
+    return *words.cache_dir;
+  };
+  auto* dir =
+      add(command, "--cache-dir", "DIR",
+          "keep K and V of prompts and answers in this folder, token ids included, so that they are there after a "
+          "restart; made with mode 0700. Default: nowhere",
+          [folder](const std::string& word) {
+            if (word.empty()) return invalid_argument("\"\" is no folder");
+            folder().directory = word;
+            return Status();
+          });
+  add(command, "--cache-disk", "SIZE",
+      "most bytes that the folder takes, at least 16MiB, default 20GiB. Larger: older conversations stay",
+      [folder](const std::string& word) {
+        const auto bytes = read_bytes(word);
+        if (bytes.ok()) folder().budget = *bytes;
+        return bytes.status();
+      })
+      ->needs(dir);
+  add(command, "--cache-sync", "WHEN",
+      "when blocks are safe from a power cut: never (the system writes when it likes), second (default) or each "
+      "(with "
+      "every write). The end of the process loses nothing in any case",
+      [folder](const std::string& word) {
+        using Sync = DiskTierOptions::Sync;
+        for (const auto& [name, sync] :
+             {std::pair("never", Sync::kNever), {"second", Sync::kSecond}, {"each", Sync::kEach}}) {
+          if (word != name) continue;
+          folder().sync = sync;
+          return Status();
+        }
+        return invalid_argument(fmt::format("\"{}\" is none of never, second, each", word));
+      })
+      ->needs(dir);
+  engine::TierUse& use = words.options.tier;
+  add(command, "--cache-ttl", "SECONDS", "blocks are forgotten so long after they were stored, default 0: never",
+      whole(0, 1 << 30, [&use](int64_t n) { use.keep = std::chrono::seconds(n); }))
+      ->needs(dir);
+  add(command, "--cache-min-prefix", "TOKENS",
+      "fewer tokens are computed rather than read back, default 256. Larger: fewer reads",
+      whole(1, kMaxPosition, [&use](int64_t n) { use.min_prefix = Tokens(n); }))
+      ->needs(dir);
+}
+
 void add_sampling_options(CLI::App& command, engine::SamplingOptions& sampling) {
   // Ranges live in check_sampling alone; the other fields are in range already, so a refusal is about this word.
   const auto real = [&sampling](float engine::SamplingOptions::*field) -> Take {
@@ -267,18 +237,6 @@ void add_sampling_options(CLI::App& command, engine::SamplingOptions& sampling) 
 }
 
 void set_help_style(CLI::App& command) { command.get_formatter()->column_width(kHelpColumn); }
-
-/** A number of seconds from `low` to `high`. */
-Take seconds(double low, double high, double& target) {
-  return [low, high, &target](const std::string& word) {
-    const auto value = read_number(word);
-    if (!value.ok()) return value.status();
-    if (!(*value >= low && *value <= high))
-      return invalid_argument(fmt::format("\"{}\" is not from {} to {}", word, low, high));
-    target = *value;
-    return Status();
-  };
-}
 
 void add_scheduler_options(CLI::App& command, engine::SchedulerOptions& scheduler) {
   add(command, "--max-num-seqs", "N",
@@ -349,10 +307,8 @@ void add_limit_options(CLI::App& command, server::ServerOptions& options) {
 void add_run_options(CLI::App& command, RunOptions& options) {
   set_help_style(command);
   add_engine_options(command, options.engine);
-  add(command, "-c,--context", "N",
-      "tokens of the longest sequence, prompt and answer together. Default: the context the model was trained for, "
-      "or what memory holds. Larger: longer conversations, more memory when they get long",
-      whole(1, kMaxPosition, [&options](int64_t n) { options.engine.options.context = Tokens(n); }));
+  add_cache_dir(command, options.engine);
+  add_context(command, options.engine.options.context);
   auto* prompt = add(command, "-p,--prompt", "TEXT", "the question", text(options.prompt));
   auto* file = add(command, "-f,--file", "FILE",
                    "read the question from a file, - for stdin; one newline at its end is dropped",
@@ -400,10 +356,7 @@ void add_serve_options(CLI::App& command, ServeOptions& options) {
   set_help_style(command);
   add_engine_options(command, options.engine);
   server::HttpOptions& http = options.server.http;
-  add(command, "-c,--context", "N",
-      "tokens of the longest sequence, prompt and answer together. Default: the context the model was trained for, "
-      "or what memory holds. Larger: longer conversations, more memory when they get long",
-      whole(1, kMaxPosition, [&options](int64_t n) { options.engine.options.context = Tokens(n); }));
+  add_context(command, options.engine.options.context);
   add(command, "--host", "ADDRESS",
       "the address to listen on, default 127.0.0.1: this machine only. 0.0.0.0 or ::: everybody who can reach it",
       [&http](const std::string& word) {
@@ -421,6 +374,7 @@ void add_serve_options(CLI::App& command, ServeOptions& options) {
         return Status();
       })
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  add_cache_dir(command, options.engine);
   add_scheduler_options(command, options.server.scheduler);
   add(command, "-n,--max-tokens", "N",
       "most tokens of an answer when the request does not say. Default: until the model ends it or the context is "
@@ -547,6 +501,12 @@ Result<engine::EngineOptions> engine_options(const EngineWords& words) {
   options.kv_formats.k = words.cache_type_k.value_or(options.kv_formats.k);
   options.kv_formats.v = words.cache_type_v.value_or(options.kv_formats.v);
   options.dynamic = words.dynamic.value_or(environment->dynamic);
+  if (words.cache_dir) {
+    auto tier = open_disk_tier(*words.cache_dir);
+    if (!tier.ok()) return tier.status();
+    options.tier.tier = std::move(*tier);
+    options.tier.memo = words.cache_dir->directory + "/models";
+  }
   return options;
 }
 

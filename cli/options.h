@@ -14,6 +14,7 @@
 #include "bench/bench.h"
 #include "engine/engine.h"
 #include "engine/text.h"
+#include "pagedkv/disk_tier.h"
 #include "pagedkv/format.h"
 #include "pagedkv/status.h"
 #include "pagedkv/units.h"
@@ -24,6 +25,7 @@ namespace pagedkv::cli {
 // The engine's options, and which of them the command line gave: the others may come from the environment.
 struct EngineWords {
   engine::EngineOptions options;
+  std::optional<DiskTierOptions> cache_dir;  // where blocks are kept for the next start; opened by engine_options()
   std::optional<KvQuantConfig> kv_quant;
   std::optional<Format> cache_type_k, cache_type_v;
   std::optional<bool> dynamic;

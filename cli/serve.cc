@@ -47,7 +47,7 @@ void print_start(const ServeOptions& options, const server::ServerOptions& serve
   const Stats stats = model.cache().stats(false);
   const bool v6 = server.http.host.find(':') != std::string::npos;
   const std::string url = fmt::format("http://{}:{}", v6 ? "[" + server.http.host + "]" : server.http.host, port);
-  const std::vector<std::vector<std::string>> rows = {
+  std::vector<std::vector<std::string>> rows = {
       {"model", server.model_names.front(), options.engine.options.model_path},
       {"context", with_commas(context), "tokens of the longest sequence"},
       {"K and V", kv_quant_name(cache.groups.front().shape.formats),
@@ -64,8 +64,12 @@ void print_start(const ServeOptions& options, const server::ServerOptions& serve
                    with_commas(server.scheduler.max_queue))},
       {"keys", server.api_keys.empty() ? "none" : std::to_string(server.api_keys.size()),
        server.api_keys.empty() ? "anybody who reaches the port may ask" : "Authorization: Bearer KEY"},
-      {"URL", url, "page at /, API at /v1"},
   };
+  if (const auto& dir = options.engine.cache_dir)
+    rows.push_back({"kept in", human_bytes(dir->budget.n),
+                    fmt::format("at most, in {}: prompts of {} tokens and more are there after a restart",
+                                dir->directory, with_commas(options.engine.options.tier.min_prefix.n))});
+  rows.push_back({"URL", url, "page at /, API at /v1"});
   print_err("{}", table(rows, {Align::kLeft, Align::kRight, Align::kLeft}, "  "));
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "engine/content_hash.h"
 #include "engine/engine_impl.h"
 #include "pagedkv/log.h"
 
@@ -15,6 +16,7 @@ namespace {
 constexpr int kMaxThreads = 512;             // ggml's own limit
 constexpr int64_t kMaxStepTokens = 1 << 16;  // activations of one step stay within reason
 constexpr int64_t kMaxSequences = 1 << 16;   // of one step: each brings a token at least
+constexpr int64_t kMostKeyed = 1 << 14;      // blocks that get keys in one step
 
 std::string mib(int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
@@ -67,6 +69,7 @@ CacheOptions cache_options_for(const EngineOptions& options, const ModelInfo& in
   out.query_path = options.query_path;
   out.q_heads_per_kv_head = info.n_head / info.groups.front().shape.num_kv_heads;
   out.arena = options.arena;
+  if (options.tier.tier != nullptr) out.most_keyed = kMostKeyed;
   out.fingerprint = std::move(fingerprint);
   return out;
 }
@@ -184,6 +187,17 @@ Result<std::unique_ptr<Engine>> Engine::load(const EngineOptions& options) {
     if (!graph.ok()) return graph.status();
   }
   impl->model->read_in(options.progress);
+  if (options.tier.tier != nullptr) {
+    impl->tier = std::make_unique<TierTraffic>(
+        *impl->cache, TierTrafficOptions{.tier = options.tier.tier,
+                                         .min_prefix = options.tier.min_prefix,
+                                         .keep = options.tier.keep,
+                                         .identity = known_content_hash(options.model_path, options.tier.memo),
+                                         .identify = [path = options.model_path,
+                                                      memo = options.tier.memo](const std::atomic<bool>& stop) {
+                                           return content_hash(path, memo, stop);
+                                         }});
+  }
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
 }
 
@@ -192,6 +206,8 @@ const Text& Engine::text() const { return *impl_->text; }
 Cache& Engine::cache() { return *impl_->cache; }
 const CacheOptions& Engine::cache_options() const { return impl_->cache->options(); }
 Tokens Engine::context() const { return impl_->context; }
+TierTraffic* Engine::tier() { return impl_->tier.get(); }
+void Engine::close_tier() { impl_->tier.reset(); }
 int Engine::threads() const { return impl_->graphs->threads(); }
 
 ProductsInfo Engine::products() const {

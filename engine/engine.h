@@ -3,6 +3,7 @@
 // One thread owns an Engine. Its own worker threads live in ggml's pool.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -21,6 +22,7 @@
 #include "pagedkv/layout.h"
 #include "pagedkv/stats.h"
 #include "pagedkv/status.h"
+#include "pagedkv/tier.h"
 #include "pagedkv/units.h"
 
 namespace pagedkv::engine {
@@ -82,6 +84,14 @@ struct ProductsInfo {
 // ours. Errors: kInvalidArgument (PAGEDKV_ISA).
 Result<std::vector<std::string>> own_product_types();
 
+// Where blocks go beside the pool, to be there after a restart.
+struct TierUse {
+  std::shared_ptr<Tier> tier = nullptr;  // null: nowhere
+  Tokens min_prefix{256};                // a shorter beginning of a prompt is computed rather than read back
+  std::chrono::seconds keep{0};          // time to live of what is stored; 0: until it makes room
+  std::string memo;                      // a file that keeps the hashes of models' files; empty: none
+};
+
 struct EngineOptions {
   std::string model_path;
   Tokens context{0};  // longest sequence; 0: the trained context, or less when memory is short (reported)
@@ -103,6 +113,7 @@ struct EngineOptions {
   bool reproducible = false;
   bool allow_past_trained_context = false;             // benchmarks only
   std::function<void(double fraction)> progress = {};  // while weights are read in; may be empty
+  TierUse tier = {};
 };
 
 struct GenerateRequest {
@@ -164,6 +175,9 @@ class Engine : public StepModel {
   Cache& cache() override;
   const CacheOptions& cache_options() const;
   Tokens context() const override;
+  TierTraffic* tier() override;
+  // Writes what waits for the tier, and lets go of it. Requires: no scheduler runs.
+  void close_tier();
   int threads() const;
   ProductsInfo products() const;
 

@@ -8,6 +8,7 @@
 #include "engine/graph.h"
 #include "engine/model.h"
 #include "engine/text.h"
+#include "engine/tier_traffic.h"
 #include "pagedkv/scratch.h"
 
 namespace pagedkv::engine {
@@ -16,6 +17,7 @@ struct Engine::Impl {
   std::unique_ptr<Model> model;
   std::unique_ptr<Text> text;
   std::unique_ptr<Cache> cache;
+  std::unique_ptr<TierTraffic> tier;  // holds blocks of the cache
   AttentionStep attention;
   std::unique_ptr<Products> products;
   std::unique_ptr<Graphs> graphs;  // points to model, attention and products

@@ -9,6 +9,7 @@
 #include "engine/clock.h"
 #include "engine/request.h"
 #include "engine/text.h"
+#include "engine/tier_traffic.h"
 #include "pagedkv/cache.h"
 #include "pagedkv/status.h"
 #include "pagedkv/units.h"
@@ -38,6 +39,8 @@ struct Job {
   ServeRequest request;
   std::shared_ptr<RequestSink> sink;
   PrefixMatch match;                             // of the prompt, as last looked up
+  std::shared_ptr<TierLookup> lookup;            // of the prompt in the tier; null: nothing to wait for
+  std::shared_ptr<TierRestore> restore;          // while its beginning is being read back
   std::vector<std::unique_ptr<Stream>> streams;  // choice 0 alone until the prompt is computed
   int64_t open = 0;                              // choices that are not finished, those to come included
   int64_t times_passed = 0;                      // while it waited, by others that came later

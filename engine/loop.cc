@@ -1,6 +1,7 @@
 #include "engine/loop.h"
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <new>
 #include <string>
@@ -12,15 +13,18 @@ namespace pagedkv::engine {
 namespace {
 
 constexpr int64_t kAdmissionWindow = 64;  // waiting sequences that are looked at before a step
+constexpr auto kTierMoment = std::chrono::milliseconds(5);
 
 // `growth`: of each choice.
-Room room_beside(const std::vector<Stream*>& running, int64_t max_running, Tokens growth) {
-  Room room{.sequences = max_running, .nobody_runs = running.empty(), .growth = growth};
-  for (const Stream* s : running) {
-    const int64_t choices = s->job->slots(*s);
-    room.sequences -= choices;
-    room.promised.n += s->pending() + choices * growth.n;
-  }
+Room room_beside(const std::vector<Stream*>& running, const std::vector<Stream*>& restoring, int64_t max_running,
+                 Tokens growth) {
+  Room room{.sequences = max_running, .nobody_runs = running.empty() && restoring.empty(), .growth = growth};
+  for (const auto* streams : {&running, &restoring})
+    for (const Stream* s : *streams) {
+      const int64_t choices = s->job->slots(*s);
+      room.sequences -= choices;
+      room.promised.n += s->pending() + choices * growth.n;
+    }
   return room;
 }
 
@@ -31,14 +35,17 @@ Loop::Loop(StepModel& model, const SchedulerOptions& options)
       options_(options),
       cache_(model.cache()),
       text_(model.text()),
+      tier_(model.tier()),
       batcher_(options.max_num_batched_tokens, options.max_step_seconds) {}
 
 Loop::~Loop() {
+  for (const Stream* s : restoring_) tier_->abandon(s->job->restore);
   for (const Stream* s : running_) static_cast<void>(cache_.release(s->sequence));
 }
 
 void Loop::accept(std::unique_ptr<Job> job) {
   job->match = cache_.match(job->request.prompt, job->request.name_space);
+  if (tier_ != nullptr) job->lookup = tier_->look_up(job->match, job->request.prompt);
   waiting_.push_back(job->streams[0].get());
   open_choices_ += job->open;
   ++figures_.requests;
@@ -53,6 +60,10 @@ void Loop::cancel(RequestId request) {
 // --- admission
 // ----------------------------------------------------------------------------------------------------
 void Loop::admit() {
+  if (tier_ != nullptr) {
+    tier_->collect();
+    end_restores();
+  }
   // A choice may have to begin a block of its own.
   const Tokens growth = options_.growth + cache_.options().block_size;
   const std::vector<Stream*> candidates(
@@ -60,11 +71,11 @@ void Loop::admit() {
   std::vector<Job*> passed;
   for (Stream* s : candidates) {
     Job& job = *s->job;
-    const Room room = room_beside(running_, options_.max_num_seqs, growth);
+    const Room room = room_beside(running_, restoring_, options_.max_num_seqs, growth);
     if (room.sequences <= 0) return;
     job.match = cache_.match(job.request.prompt, std::move(job.match));
     const PrefixMatch& found = job.match;
-    if (soon_cached_of(*s) > found.cached) continue;
+    if (soon_cached_of(*s) > found.cached || TierTraffic::is_awaited(job.lookup.get())) continue;
     const Verdict verdict = judge(room, {.choices = job.slots(*s),
                                          .to_compute = Tokens(std::ssize(s->tokens)) - found.cached,
                                          .available = cache_.available_beside(found),
@@ -74,20 +85,56 @@ void Loop::admit() {
       passed.push_back(&job);
       continue;
     }
-    if (!open(*s)) return;  // its request has ended, and those that follow may be its choices
+    if (!begin_restore(*s) && !open(*s)) return;  // its request has ended, and those that follow may be its choices
     for (Job* other : passed) ++other->times_passed;
   }
 }
 
-// Of what others that run are computing, the longest.
+// Of what others that run are computing, or reading back, the longest.
 Tokens Loop::soon_cached_of(const Stream& s) const {
   Tokens longest(0);
+  for (const Stream* other : restoring_)
+    longest = std::max(longest, soon_cached(s.job->match.keys, other->job->match.keys, other->job->match.cached,
+                                            cache_.options().block_size));
   for (const Stream* other : running_) {
     if (other->choice != 0 || other->computed >= std::ssize(other->job->request.prompt)) continue;
     longest = std::max(longest, soon_cached(s.job->match.keys, other->job->match.keys, Tokens(other->computed),
                                             cache_.options().block_size));
   }
   return longest;
+}
+
+// From waiting to restoring. False: the tier has nothing of it that is worth reading.
+bool Loop::begin_restore(Stream& s) {
+  Job& job = *s.job;
+  const auto lookup = std::exchange(job.lookup, nullptr);
+  if (lookup == nullptr) return false;
+  job.restore = tier_->begin(*lookup, job.match, job.request.prompt);
+  if (job.restore == nullptr) return false;
+  std::erase(waiting_, &s);
+  restoring_.push_back(&s);
+  return true;
+}
+
+// What has come back is cached, and its request runs.
+void Loop::end_restores() {
+  for (Stream* s : std::vector<Stream*>(restoring_)) {
+    Job& job = *s->job;
+    if (!TierTraffic::is_done(*job.restore)) continue;
+    tier_->end(*job.restore);
+    job.restore = nullptr;
+    std::erase(restoring_, s);
+    job.match = cache_.match(job.request.prompt, std::move(job.match));
+    static_cast<void>(open(*s));
+  }
+}
+
+// Blocks that wait to be written give way before sequences do.
+bool Loop::make_room() {
+  if (tier_ != nullptr && tier_->give_way()) return true;
+  if (running_.size() < 2) return false;
+  preempt();
+  return true;
 }
 
 // From waiting to running. False: that failed, and its request has ended.
@@ -116,6 +163,8 @@ bool Loop::open(Stream& s) {
 // --- one step
 // -----------------------------------------------------------------------------------------------------
 void Loop::step() {
+  const bool awaits = tier_ != nullptr && running_.empty() && has_work();
+  if (awaits) tier_->wait(kTierMoment);
   while (!running_.empty()) {
     const std::vector<Stream*> streams = running_;  // as it is now: answers fork and end
     std::vector<int64_t> pending;
@@ -136,14 +185,17 @@ void Loop::step() {
     if (out.ok()) {
       ++figures_.steps;
       batcher_.learn(shares, took);
+      if (tier_ != nullptr) {
+        int64_t n_tokens = 0;
+        for (const Share& share : shares) n_tokens += share.n_tokens;
+        tier_->computed(n_tokens, took);
+        tier_->collect();
+      }
       take(streams, shares, *out);
       return;
     }
     const bool no_room = out.status().code() == Code::kCapacity || out.status().code() == Code::kNoMemory;
-    if (no_room && running_.size() > 1) {
-      preempt();
-      continue;
-    }
+    if (no_room && make_room()) continue;
     for (const Share& share : shares)
       if (Job& job = *streams[share.sequence]->job; !job.over) end(job, out.status());
     return;
@@ -159,6 +211,7 @@ void Loop::preempt() {
   running_.erase(youngest);
   static_cast<void>(cache_.release(s->sequence));
   s->computed = 0;
+  if (tier_ != nullptr && s->choice == 0) s->job->lookup = tier_->look_up(s->job->match, s->job->request.prompt);
   ++s->job->usage.preemptions;
   ++figures_.preemptions;
   const auto place = std::find_if(waiting_.begin(), waiting_.end(),
@@ -270,6 +323,7 @@ Status Loop::grow(Stream& s, std::span<const float> logits, Clock::time_point no
 // ---------------------------------------------------------------------------------------------------------
 void Loop::leave(Stream& s) {
   std::erase(waiting_, &s);
+  if (std::erase(restoring_, &s) != 0) tier_->abandon(std::exchange(s.job->restore, nullptr));
   if (std::erase(running_, &s) == 0) return;
   for (int g = 0; g < std::ssize(cache_.options().groups); ++g) {
     if (const auto held = cache_.blocks_held(s.sequence, g); held.ok()) {
@@ -308,6 +362,8 @@ SchedulerStats Loop::figures() const {
   SchedulerStats figures = figures_;
   figures.running = std::ssize(running_);
   figures.waiting = std::ssize(waiting_);
+  figures.restoring = std::ssize(restoring_);
+  if (tier_ != nullptr) figures.tier = tier_->figures();
   return figures;
 }
 

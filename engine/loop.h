@@ -24,6 +24,7 @@
 #include "engine/job.h"
 #include "engine/scheduler.h"
 #include "engine/step_model.h"
+#include "engine/tier_traffic.h"
 #include "pagedkv/status.h"
 
 namespace pagedkv::engine {
@@ -39,11 +40,12 @@ class Loop {
   void cancel(RequestId request);         // one that has ended already is left alone
   void end_all(const Status& status);
 
-  bool has_work() const { return !running_.empty() || !waiting_.empty(); }
+  bool has_work() const { return !running_.empty() || !restoring_.empty() || !waiting_.empty(); }
   // In the order of arrival. One that does not fit may be passed by smaller ones, but not for ever; one whose
   // prompt somebody is computing waits for that, and loses nothing by it.
   void admit();
   // One step of those that run. What goes wrong in it ends the requests that it hits. Throws what the model throws.
+  // If nobody runs, but somebody will as soon as the tier has answered, that is awaited for a moment.
   void step();
 
   // Requests that have ended; their sinks have not heard of it. An ok status without a finish: cancelled.
@@ -60,7 +62,10 @@ class Loop {
 
  private:
   Tokens soon_cached_of(const Stream& s) const;
+  bool begin_restore(Stream& s);
+  void end_restores();
   bool open(Stream& s);
+  bool make_room();
   void take(const std::vector<Stream*>& streams, std::span<const Share> shares, const StepOutput& out);
   Status go_on(Stream& s, int64_t n_tokens, std::span<const float> logits, Clock::time_point now);
   Result<Stream*> fork(Stream& first);
@@ -74,10 +79,12 @@ class Loop {
   const SchedulerOptions options_;
   Cache& cache_;
   const Text& text_;
+  TierTraffic* const tier_;  // or null
   Batcher batcher_;
   std::unordered_map<RequestId, std::unique_ptr<Job>> jobs_;
-  std::deque<Stream*> waiting_;   // in the order of arrival
-  std::vector<Stream*> running_;  // in the order of admission
+  std::deque<Stream*> waiting_;     // in the order of arrival
+  std::vector<Stream*> restoring_;  // admitted; their prompts' beginnings are being read back
+  std::vector<Stream*> running_;    // in the order of admission
   std::vector<End> ends_;
   int64_t open_choices_ = 0;
   SchedulerStats figures_;

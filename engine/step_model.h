@@ -25,13 +25,16 @@ struct StepOutput {
   std::vector<Status> statuses;    // per input: not ok when its rows were rejected (kNotFinite)
 };
 
+class TierTraffic;
+
 // One thread, but for text().
 class StepModel {
  public:
   virtual ~StepModel() = default;
   virtual const Text& text() const = 0;  // its const members: any thread
   virtual Cache& cache() = 0;
-  virtual Tokens context() const = 0;  // longest sequence
+  virtual Tokens context() const = 0;              // longest sequence
+  virtual TierTraffic* tier() { return nullptr; }  // where its cache's blocks go besides; null: nowhere
   // One pass of the model over new tokens of several sequences: reserve -> plan -> layers -> commit.
   // Errors: kCapacity, kStale, kInvalidArgument; nothing was changed.
   virtual Result<StepOutput> step(std::span<const StepInput> inputs) = 0;

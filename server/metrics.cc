@@ -67,6 +67,36 @@ class Writer {
   std::string name_, text_;
 };
 
+void write_tier(Writer& w, const engine::TierFigures& f) {
+  w.one("tier_open", "gauge", "1 once the model is known by its content: blocks are stored and read from then on.",
+        int64_t{f.open});
+  w.one("tier_down", "gauge", "1 while the folder does not work and is left alone.", int64_t{f.tier.down});
+  w.one("tier_bytes", "gauge", "Bytes that the folder takes.", f.tier.bytes);
+  w.one("tier_budget_bytes", "gauge", "Bytes that it may take.", f.tier.budget);
+  w.one("tier_blocks", "gauge", "Blocks in it.", f.tier.blocks);
+  w.one("tier_waiting_blocks", "gauge", "Blocks that wait to be written.", f.waiting_blocks);
+  w.family("tier_gets_total", "counter", "Blocks asked for, by outcome; done: read and verified.");
+  for (int i = 0; i < kTierOutcomes; ++i)
+    w.sample(double(f.tier.gets[i]), {{"outcome", tier_outcome_name(TierOutcome(i))}});
+  w.family("tier_puts_total", "counter", "Blocks to be stored, by outcome.");
+  for (int i = 0; i < kTierOutcomes; ++i)
+    w.sample(double(f.tier.puts[i]), {{"outcome", tier_outcome_name(TierOutcome(i))}});
+  w.family("tier_skipped_total", "counter", "Blocks that were not handed to the tier, by reason.");
+  w.sample(double(f.skipped_closed), {{"reason", "closed"}});
+  w.sample(double(f.skipped_queue), {{"reason", "queue"}});
+  w.sample(double(f.skipped_gave_way), {{"reason", "gave_way"}});
+  w.one("tier_restores_total", "counter", "Prompts whose beginning was read back.", f.restores);
+  w.family("tier_not_restored_total", "counter", "Prompts that were computed all the same, by reason.");
+  w.sample(double(f.not_short), {{"reason", "short"}});
+  w.sample(double(f.not_faster), {{"reason", "faster"}});
+  w.sample(double(f.not_room), {{"reason", "room"}});
+  w.sample(double(f.not_late), {{"reason", "late"}});
+  w.one("tier_restored_tokens_total", "counter", "Tokens that came back.", f.restored_tokens);
+  w.one("tier_read_bytes_total", "counter", "Bytes read from the folder.", f.tier.bytes_read);
+  w.one("tier_written_bytes_total", "counter", "Bytes written to it.", f.tier.bytes_written);
+  w.one("tier_restore_seconds_total", "counter", "Time that restores took.", f.restore_seconds);
+}
+
 void write_figures(Writer& w, const MetricsInput& in) {
   const engine::SchedulerStats& s = in.scheduler;
   const Stats& cache = s.cache;
@@ -100,6 +130,7 @@ void write_figures(Writer& w, const MetricsInput& in) {
   w.one("dense_materializations_total", "counter", "Dense forms of K and V that were built; attention builds none.",
         cache.dense_materializations);
 
+  if (s.tier) write_tier(w, *s.tier);
   w.one("sequences_running", "gauge", "Sequences in the current step.", s.running);
   w.one("sequences_waiting", "gauge", "Sequences that wait for room or for a turn.", s.waiting);
   w.one("preemptions_total", "counter", "Sequences that gave their blocks back and were computed again.",

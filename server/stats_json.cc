@@ -50,6 +50,26 @@ OrderedJson blocks_json(const BlockViews& views) {
           {"keys", std::move(keys)}};
 }
 
+OrderedJson tier_json(const engine::TierFigures& f) {
+  OrderedJson out = {{"open", f.open},
+                     {"bytes", f.tier.bytes},
+                     {"budget", f.tier.budget},
+                     {"blocks", f.tier.blocks},
+                     {"image_bytes", f.tier.image_bytes},
+                     {"evicted", f.tier.evicted},
+                     {"expired", f.tier.expired},
+                     {"bytes_read", f.tier.bytes_read},
+                     {"bytes_written", f.tier.bytes_written},
+                     {"down", f.tier.down}};
+  for (int i = 0; i < kTierOutcomes; ++i) {
+    out["gets"][tier_outcome_name(TierOutcome(i))] = f.tier.gets[i];
+    out["puts"][tier_outcome_name(TierOutcome(i))] = f.tier.puts[i];
+  }
+  for (const auto& [name, value] : engine::named_counts(f)) out[name] = value;
+  out["restore_seconds"] = f.restore_seconds;
+  return out;
+}
+
 }  // namespace
 
 OrderedJson stats_json(const StatsInput& in) {
@@ -68,6 +88,7 @@ OrderedJson stats_json(const StatsInput& in) {
         {"slow_readers", in.http.slow_readers}}}};
   for (const auto& [name, value] : engine::named_counts(in.scheduler)) out["scheduler"][name] = value;
   for (const auto& [name, value] : engine::named_seconds(in.scheduler)) out["scheduler"][name] = value;
+  if (in.scheduler.tier) out["tier"] = tier_json(*in.scheduler.tier);
   if (const auto live = heap_live_bytes()) out["heap_live_bytes"] = *live;
   if (in.with_blocks) out["blocks"] = blocks_json(in.scheduler.blocks);
   return out;

@@ -27,6 +27,8 @@ class LoadOptions(TypedDict, total=False):
     max_queue: int
     query_path: str
     products: str
+    cache_disk: int
+    cache_min_prefix: int
     reproducible: bool
 
 
@@ -137,6 +139,8 @@ class LLM:
     products="auto"       who multiplies with quantized weights: our kernels where they are the faster ones, or "ggml"
     reproducible=False    equal tokens give equal logits to the bit, however they are batched or cached: costs speed
                           only where ggml multiplies
+    cache_dir=None        a folder where K and V of prompts and answers are kept, token ids included, for the next start; of at
+                          most cache_disk=20 GiB. Less than cache_min_prefix=256 tokens are computed rather than read back
     progress=None         called with 0 .. 1 while weights are read; True draws a bar on stderr
 
     Errors: FileNotFoundError, CorruptError, UnsupportedError, CapacityError, ValueError; ImportError where this build has
@@ -144,11 +148,13 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], *, kv_quant: str | PagedKVQuantConfig | None = None,
+                 cache_dir: str | os.PathLike[str] | None = None,
                  progress: Callable[[float], object] | bool | None = None, **options: Unpack[LoadOptions]) -> None:
         if not isinstance(model, (str, os.PathLike)):
             raise TypeError(f"model is {model!r:.60}, of type {type(model).__name__}, allowed are paths of GGUF files")
         self._model = _engine().load(
             os.fspath(model), kv_quant=paged_kv_quant_mode_from_env() if kv_quant is None else kv_quant,
+            cache_dir="" if cache_dir is None else os.fspath(cache_dir),
             progress=_draw_bar if progress is True else progress, **options)
 
     @property

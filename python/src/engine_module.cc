@@ -19,6 +19,7 @@
 #include "engine/scheduler.h"
 #include "errors.h"
 #include "options.h"
+#include "pagedkv/disk_tier.h"
 
 // Where the reader of options looks for it: beside its type.
 namespace pagedkv::engine {
@@ -129,7 +130,11 @@ struct Model {
                  "other process: load it here, or start processes by spawn"));
   }
   void stop() {
-    if (scheduler != nullptr && !is_copy()) without_gil([this] { scheduler->stop(); });
+    if (scheduler == nullptr || is_copy()) return;
+    without_gil([this] {
+      scheduler->stop();
+      engine->close_tier();
+    });
   }
 };
 
@@ -158,6 +163,8 @@ struct Request {
 struct LoadArgs {
   engine::EngineOptions engine{.max_sequences = 8};
   int64_t max_queue = 1024;
+  std::string cache_dir;  // empty: none
+  Bytes cache_disk = DiskTierOptions().budget;
   nb::object progress = nb::none();
 };
 constexpr Field<LoadArgs> kLoadFields[] = {
@@ -174,6 +181,9 @@ constexpr Field<LoadArgs> kLoadFields[] = {
     {"query_path", &field<&LoadArgs::engine, &engine::EngineOptions::query_path>},
     {"products", &field<&LoadArgs::engine, &engine::EngineOptions::products>},
     {"reproducible", &field<&LoadArgs::engine, &engine::EngineOptions::reproducible>},
+    {"cache_dir", &field<&LoadArgs::cache_dir>},
+    {"cache_disk", &field<&LoadArgs::cache_disk>},
+    {"cache_min_prefix", &field<&LoadArgs::engine, &engine::EngineOptions::tier, &engine::TierUse::min_prefix>},
     {"progress", &field<&LoadArgs::progress>},
 };
 
@@ -182,6 +192,11 @@ std::shared_ptr<Model> load(const std::string& path, const nb::kwargs& given) {
   read_options("LLM", given, kLoadFields, args);
   engine::EngineOptions& options = args.engine;
   options.model_path = path;
+  if (!args.cache_dir.empty()) {
+    options.tier.tier = check(
+        without_gil([&] { return open_disk_tier({.directory = args.cache_dir, .budget = args.cache_disk}); }));
+    options.tier.memo = args.cache_dir + "/models";
+  }
   const nb::object& progress = args.progress;
   bool interrupted = false;
   if (!progress.is_none())
@@ -312,6 +327,13 @@ nb::dict stats(const Model& model) {
   out["cache"] = from_json(to_json(s.cache));
   for (const auto& [name, value] : engine::named_counts(s)) out[name] = value;
   for (const auto& [name, value] : engine::named_seconds(s)) out[name] = value;
+  if (s.tier) {
+    nb::dict tier;
+    tier["bytes"] = s.tier->tier.bytes;
+    tier["blocks"] = s.tier->tier.blocks;
+    for (const auto& [name, value] : engine::named_counts(*s.tier)) tier[name] = value;
+    out["tier"] = tier;
+  }
   return out;
 }
 

@@ -277,3 +277,15 @@ def test_a_closed_model_says_so(model_path):
     llm.close()
     with pytest.raises(pagedkv.UnavailableError):
         llm.generate("x")
+
+
+def test_a_folder_keeps_a_prompt_for_the_next_start(model_path, tmp_path):
+    text = "The quick brown fox jumps over the lazy dog. " * 40
+    with pagedkv.LLM(model_path, kv_quant="q8", cache_dir=tmp_path / "blocks", cache_disk=64 << 20) as llm:
+        first = llm.generate(text, max_tokens=4, temperature=0)
+        settled(llm, lambda stats: stats["tier"]["waiting_blocks"] == 0 and stats["tier"]["blocks"] > 20)
+        with pytest.raises(pagedkv.PagedKVError, match="blocks"):
+            pagedkv.LLM(model_path, cache_dir=tmp_path / "blocks")
+    with pagedkv.LLM(model_path, kv_quant="q8", cache_dir=tmp_path / "blocks") as llm:
+        second = llm.generate(text, max_tokens=4, temperature=0)
+    assert second.usage["cached_tokens"] >= second.usage["prompt_tokens"] - 17 and first.text == second.text

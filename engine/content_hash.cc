@@ -1,0 +1,124 @@
+#include "engine/content_hash.h"
+
+#include <fcntl.h>
+#include <openssl/evp.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <vector>
+
+namespace pagedkv::engine {
+namespace {
+
+constexpr size_t kStep = 1 << 20;
+constexpr size_t kMostLines = 256;  // of a memo: older ones go
+
+struct File {
+  int fd = -1;
+  ~File() {
+    if (fd >= 0) ::close(fd);
+  }
+};
+
+// What changes whenever the file does.
+std::string state_of(const struct stat& s) {
+  std::ostringstream out;
+  out << s.st_dev << ' ' << s.st_ino << ' ' << s.st_size << ' ' << s.st_mtim.tv_sec << '.' << s.st_mtim.tv_nsec
+      << ' ' << s.st_ctim.tv_sec << '.' << s.st_ctim.tv_nsec;
+  return out.str();
+}
+
+std::string hex(const PrefixKey& key) {
+  std::string out;
+  for (const uint8_t byte : key.bytes) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    out += {kDigits[byte >> 4], kDigits[byte & 15]};
+  }
+  return out;
+}
+
+std::optional<PrefixKey> from_hex(const std::string& text) {
+  PrefixKey key;
+  if (text.size() != 2 * key.bytes.size()) return std::nullopt;
+  for (size_t i = 0; i < key.bytes.size(); ++i) {
+    unsigned byte = 0;
+    if (std::sscanf(text.c_str() + 2 * i, "%2x", &byte) != 1) return std::nullopt;
+    key.bytes[i] = uint8_t(byte);
+  }
+  return key;
+}
+
+std::vector<std::string> lines_of(const std::string& path) {
+  std::vector<std::string> lines;
+  std::ifstream in(path);
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+// "<hash> <state>", the latest last. Written beside the old one and renamed: a memo is whole or not there.
+void remember(const std::string& memo, const std::string& state, const PrefixKey& key) {
+  std::vector<std::string> lines = lines_of(memo);
+  lines.push_back(hex(key) + ' ' + state);
+  const std::string part = memo + ".part";
+  File file{::open(part.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600)};
+  if (file.fd < 0) return;
+  std::string text;
+  for (size_t i = lines.size() > kMostLines ? lines.size() - kMostLines : 0; i < lines.size(); ++i)
+    text += lines[i] + '\n';
+  if (::write(file.fd, text.data(), text.size()) == ssize_t(text.size())) ::rename(part.c_str(), memo.c_str());
+}
+
+std::optional<PrefixKey> remembered(const std::string& memo, const std::string& state) {
+  const std::vector<std::string> lines = lines_of(memo);
+  for (auto line = lines.rbegin(); line != lines.rend(); ++line) {
+    const size_t space = line->find(' ');
+    if (space != std::string::npos && line->substr(space + 1) == state) return from_hex(line->substr(0, space));
+  }
+  return std::nullopt;
+}
+
+Status failed(const std::string& path) {
+  return Status(errno == ENOENT ? Code::kNotFound : Code::kUnavailable, path + ": " + std::strerror(errno));
+}
+
+}  // namespace
+
+std::optional<PrefixKey> known_content_hash(const std::string& path, const std::string& memo) {
+  struct stat now = {};
+  if (memo.empty() || stat(path.c_str(), &now) != 0) return std::nullopt;
+  return remembered(memo, state_of(now));
+}
+
+Result<PrefixKey> content_hash(const std::string& path, const std::string& memo, const std::atomic<bool>& stop) {
+  const File file{::open(path.c_str(), O_RDONLY | O_CLOEXEC)};
+  struct stat before = {};
+  if (file.fd < 0 || fstat(file.fd, &before) != 0) return failed(path);
+  const std::string state = state_of(before);
+
+  const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> hash(EVP_MD_CTX_new(), EVP_MD_CTX_free);
+  if (!hash || EVP_DigestInit_ex(hash.get(), EVP_sha256(), nullptr) != 1)
+    return Status(Code::kNoMemory, "no memory for a hash");
+  std::vector<char> buffer(kStep);
+  for (;;) {
+    if (stop) return Status(Code::kUnavailable, path + ": stopped while it was being read");
+    const ssize_t n = ::read(file.fd, buffer.data(), buffer.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return failed(path);
+    if (n == 0) break;
+    EVP_DigestUpdate(hash.get(), buffer.data(), size_t(n));
+  }
+  PrefixKey key;
+  EVP_DigestFinal_ex(hash.get(), key.bytes.data(), nullptr);
+  struct stat after = {};
+  if (!memo.empty() && fstat(file.fd, &after) == 0 && state_of(after) == state) remember(memo, state, key);
+  return key;
+}
+
+}  // namespace pagedkv::engine
