@@ -5,12 +5,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <memory>
 #include <optional>
+#include <span>
 #include <sstream>
 #include <vector>
 
@@ -70,8 +72,8 @@ void remember(const std::string& memo, const std::string& state, const PrefixKey
   File file{::open(part.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600)};
   if (file.fd < 0) return;
   std::string text;
-  for (size_t i = lines.size() > kMostLines ? lines.size() - kMostLines : 0; i < lines.size(); ++i)
-    text += lines[i] + '\n';
+  const auto latest = std::span(lines).last(std::min(lines.size(), kMostLines));
+  for (const std::string& line : latest) text += line + '\n';
   if (::write(file.fd, text.data(), text.size()) == ssize_t(text.size())) ::rename(part.c_str(), memo.c_str());
 }
 

@@ -185,7 +185,7 @@ std::shared_ptr<TierRestore> TierTraffic::begin(const TierLookup& lookup, const 
   const std::lock_guard lock(mutex_);
   ++figures_.restores;
   for (int i = 0; i < kReaders; ++i)
-    read_tasks_.push_back([this, restore](Buffer& buffer) { help(*restore, buffer); });
+    read_tasks_.emplace_back([this, restore](Buffer& buffer) { help(*restore, buffer); });
   to_read_.notify_all();
   return restore;
 }
