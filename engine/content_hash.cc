@@ -12,6 +12,7 @@
 #include <fstream>
 #include <memory>
 #include <optional>
+#include <ranges>
 #include <span>
 #include <sstream>
 #include <vector>
@@ -79,9 +80,9 @@ void remember(const std::string& memo, const std::string& state, const PrefixKey
 
 std::optional<PrefixKey> remembered(const std::string& memo, const std::string& state) {
   const std::vector<std::string> lines = lines_of(memo);
-  for (auto line = lines.rbegin(); line != lines.rend(); ++line) {
-    const size_t space = line->find(' ');
-    if (space != std::string::npos && line->substr(space + 1) == state) return from_hex(line->substr(0, space));
+  for (const std::string& line : std::ranges::reverse_view(lines)) {
+    const size_t space = line.find(' ');
+    if (space != std::string::npos && line.substr(space + 1) == state) return from_hex(line.substr(0, space));
   }
   return std::nullopt;
 }
