@@ -12,7 +12,6 @@
 #include <fstream>
 #include <memory>
 #include <optional>
-#include <ranges>
 #include <span>
 #include <sstream>
 #include <vector>
@@ -80,11 +79,11 @@ void remember(const std::string& memo, const std::string& state, const PrefixKey
 
 std::optional<PrefixKey> remembered(const std::string& memo, const std::string& state) {
   const std::vector<std::string> lines = lines_of(memo);
-  for (const std::string& line : std::ranges::reverse_view(lines)) {
-    const size_t space = line.find(' ');
-    if (space != std::string::npos && line.substr(space + 1) == state) return from_hex(line.substr(0, space));
-  }
-  return std::nullopt;
+  const auto line = std::find_if(lines.rbegin(), lines.rend(), [&](const std::string& one) {
+    const size_t space = one.find(' ');
+    return space != std::string::npos && one.substr(space + 1) == state;
+  });
+  return line == lines.rend() ? std::nullopt : from_hex(line->substr(0, line->find(' ')));
 }
 
 Status failed(const std::string& path) {
