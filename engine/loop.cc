@@ -319,6 +319,12 @@ Status Loop::grow(Stream& s, std::span<const float> logits, Clock::time_point no
   return Status();
 }
 
+bool Loop::settle() {
+  if (tier_ == nullptr) return false;
+  tier_->collect();
+  return tier_->holds_blocks();
+}
+
 // --- ends
 // ---------------------------------------------------------------------------------------------------------
 void Loop::leave(Stream& s) {

@@ -48,6 +48,9 @@ class Loop {
   // If nobody runs, but somebody will as soon as the tier has answered, that is awaited for a moment.
   void step();
 
+  // While there is no work: lets go what the tier is done with. True: it is not done with all.
+  bool settle();
+
   // Requests that have ended; their sinks have not heard of it. An ok status without a finish: cancelled.
   struct End {
     std::unique_ptr<Job> job;

@@ -16,7 +16,8 @@ namespace {
 
 constexpr int64_t kMaxChoices = 128;
 constexpr int64_t kMaxTopLogprobs = 20;
-constexpr auto kWatchEvery = std::chrono::milliseconds(250);  // while nothing runs and somebody looks at blocks
+constexpr auto kWatchEvery =
+    std::chrono::milliseconds(250);  // while nothing runs and somebody looks at blocks, or the tier has some
 
 Status check(const SchedulerOptions& o) {
   const auto refuse = [](const char* what, auto value, const char* limit) {
@@ -112,8 +113,9 @@ struct Scheduler::Impl {
 
   void await_work() {
     while (!loop.has_work() && inbox.empty()) {
+      const bool again = loop.settle() || board.watched();
       publish();
-      inbox.wait(board.watched() ? std::optional(kWatchEvery) : std::nullopt);
+      inbox.wait(again ? std::optional(kWatchEvery) : std::nullopt);
     }
   }
 

@@ -114,6 +114,11 @@ void TierTraffic::collect() {
   });
 }
 
+bool TierTraffic::holds_blocks() const {
+  const std::lock_guard lock(mutex_);
+  return !abandoned_.empty() || !waiting_.empty() || writing_ || !written_.empty();
+}
+
 bool TierTraffic::give_way() {
   std::vector<KeyedBlock> given;
   {

@@ -72,6 +72,8 @@ class TierTraffic {
   // --- the thread that runs the model -----------------------------------------------------------------------
   // After a step: what got a key waits to be written, what was written is let go.
   void collect();
+  // Some blocks are held that the next collect() may let go.
+  bool holds_blocks() const;
   // The pool is full: what waits to be written is let go, once what is being written is done. False: nothing was
   // held.
   bool give_way();

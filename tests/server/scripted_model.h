@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "engine/step_model.h"
+#include "engine/tier_traffic.h"
 #include "pagedkv/cache.h"
 
 namespace pagedkv::engine {
@@ -84,6 +85,7 @@ struct ScriptedOptions {
   double step_seconds = 0;   // every step takes so long,
   double token_seconds = 0;  // and so long for each of its tokens
   double stall_seconds = 60;
+  std::shared_ptr<Tier> tier = nullptr;
 };
 
 class ScriptedModel : public StepModel {
@@ -97,7 +99,8 @@ class ScriptedModel : public StepModel {
                                 .num_blocks = Blocks(options.num_blocks),
                                 .dynamic = false,
                                 .max_context = Tokens(options.context),
-                                .max_sequences = 64});
+                                .max_sequences = 64,
+                                .most_keyed = options.tier == nullptr ? 0 : 1024});
     if (!cache.ok()) throw std::runtime_error(cache.status().message());
     return std::unique_ptr<ScriptedModel>(new ScriptedModel(options, std::move(*cache)));
   }
@@ -105,6 +108,7 @@ class ScriptedModel : public StepModel {
   const Text& text() const override { return text_; }
   Cache& cache() override { return *cache_; }
   Tokens context() const override { return Tokens(options_.context); }
+  TierTraffic* tier() override { return tier_.get(); }
 
   Result<StepOutput> step(std::span<const StepInput> inputs) override {
     std::vector<StepRequest> requests;
@@ -191,7 +195,12 @@ class ScriptedModel : public StepModel {
 
  private:
   ScriptedModel(const ScriptedOptions& options, std::unique_ptr<Cache> cache)
-      : options_(options), cache_(std::move(cache)) {}
+      : options_(options), cache_(std::move(cache)) {
+    if (options.tier != nullptr)
+      tier_ = std::make_unique<TierTraffic>(
+          *cache_, TierTrafficOptions{
+                       .tier = options.tier, .min_prefix = Tokens(options.block_size), .identity = PrefixKey{}});
+  }
   static std::string prompt_of(const std::vector<int32_t>& tokens) {
     std::string text;
     for (const int32_t token : tokens) {
@@ -204,6 +213,7 @@ class ScriptedModel : public StepModel {
   const ScriptedOptions options_;
   std::atomic<bool> held_{false};
   std::unique_ptr<Cache> cache_;
+  std::unique_ptr<TierTraffic> tier_;  // holds blocks of the cache
   ScriptedText text_;
   std::vector<float> logits_;
   std::atomic<bool> stalled_{false};
