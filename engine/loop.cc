@@ -116,12 +116,17 @@ bool Loop::begin_restore(Stream& s) {
   return true;
 }
 
-// What has come back is cached, and its request runs.
+// What has come back is cached, and its request runs; one whose restore is stuck is computed.
 void Loop::end_restores() {
   for (Stream* s : std::vector<Stream*>(restoring_)) {
     Job& job = *s->job;
-    if (!TierTraffic::is_done(*job.restore)) continue;
-    tier_->end(*job.restore);
+    if (TierTraffic::is_done(*job.restore)) {
+      tier_->end(*job.restore);
+    } else if (tier_->is_stuck(*job.restore)) {
+      tier_->abandon(job.restore);
+    } else {
+      continue;
+    }
     job.restore = nullptr;
     std::erase(restoring_, s);
     job.match = cache_.match(job.request.prompt, std::move(job.match));

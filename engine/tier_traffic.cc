@@ -11,10 +11,9 @@
 namespace pagedkv::engine {
 namespace {
 
-constexpr auto kLookupTime = std::chrono::milliseconds(100);  // a prompt waits no longer for an answer
-constexpr auto kReadTime = std::chrono::seconds(5);           // of one read; later ones are not begun
-constexpr auto kWriteTime = std::chrono::seconds(5);
-constexpr auto kLastWrites = std::chrono::seconds(10);  // at the end
+constexpr auto kLookupTime = std::chrono::milliseconds(100);          // a prompt waits so long for an answer,
+constexpr auto kLookupTimeOfABlock = std::chrono::microseconds(100);  // and so much longer for each of its blocks
+constexpr auto kLastWrites = std::chrono::seconds(10);                // at the end
 constexpr auto kTickEvery = std::chrono::seconds(1);
 constexpr auto kTryAgainAfter = std::chrono::minutes(1);  // where computing was faster
 constexpr double kClearlyFaster = 0.7;                    // of the other's time, to change back
@@ -127,7 +126,7 @@ bool TierTraffic::give_way() {
     figures_.skipped_gave_way += std::ssize(waiting_);
     waiting_.clear();
     figures_.waiting_blocks = 0;
-    news_.wait(lock, [this] { return !writing_; });
+    if (given.empty()) news_.wait_for(lock, options_.patience, [this] { return !writing_; });
     given.insert(given.end(), written_.begin(), written_.end());
     written_.clear();
   }
@@ -142,7 +141,7 @@ std::shared_ptr<TierLookup> TierTraffic::look_up(const PrefixMatch& match, std::
     return nullptr;
   auto lookup = std::make_shared<TierLookup>();
   lookup->keys.assign(match.keys.begin(), match.keys.begin() + n);
-  lookup->asked = Clock::now();
+  lookup->until = Clock::now() + kLookupTime + n * kLookupTimeOfABlock;
   int group = 0;  // one that keeps all of a context, if there is one
   for (int g = 0; g < std::ssize(cache_.options().groups); ++g)
     if (cache_.options().groups[size_t(g)].sliding_window == 0) group = g;
@@ -150,7 +149,7 @@ std::shared_ptr<TierLookup> TierTraffic::look_up(const PrefixMatch& match, std::
   ++figures_.lookups;
   read_tasks_.push_front([this, lookup, group](Buffer&) {
     for (PrefixKey& key : lookup->keys) key = stored_key(key);
-    lookup->found = options_.tier->leading(lookup->keys, uint32_t(group), lookup->asked + kLookupTime);
+    lookup->found = options_.tier->leading(lookup->keys, uint32_t(group), lookup->until);
     tell();
   });
   to_read_.notify_one();
@@ -158,7 +157,7 @@ std::shared_ptr<TierLookup> TierTraffic::look_up(const PrefixMatch& match, std::
 }
 
 bool TierTraffic::is_awaited(const TierLookup* lookup) {
-  return lookup != nullptr && lookup->found < 0 && Clock::now() < lookup->asked + kLookupTime;
+  return lookup != nullptr && lookup->found < 0 && Clock::now() < lookup->until;
 }
 
 std::shared_ptr<TierRestore> TierTraffic::begin(const TierLookup& lookup, const PrefixMatch& match,
@@ -214,8 +213,19 @@ Tokens TierTraffic::end(TierRestore& restore) {
   return cached;
 }
 
+bool TierTraffic::is_stuck(const TierRestore& restore) const {
+  return Clock::now().time_since_epoch() - Clock::duration(restore.last_read) > options_.patience;
+}
+
 void TierTraffic::abandon(std::shared_ptr<TierRestore> restore) {
   restore->stopped_at = 0;
+  if (!is_done(*restore) && is_stuck(*restore)) {
+    if (!told_stuck_)
+      notice("[tier] reads hang: a prompt is computed instead, and so are others as long as they do");
+    told_stuck_ = true;
+    const std::lock_guard lock(mutex_);
+    ++figures_.not_late;
+  }
   abandoned_.push_back(std::move(restore));
 }
 
@@ -340,7 +350,7 @@ void TierTraffic::write_some(std::vector<KeyedBlock>& batch, Buffer& buffer) {
                     .image = image,
                     .keep = options_.keep});
   }
-  options_.tier->put(puts, Clock::now() + kWriteTime);
+  options_.tier->put(puts, Clock::now() + options_.patience);
 }
 
 // --- reading ---------------------------------------------------------------------------------------------------
@@ -392,7 +402,7 @@ void TierTraffic::read_some(TierRestore& restore, size_t begin, size_t end, Buff
                               .tokens = std::span(restore.prompt).subspan(i * block, block)},
                     .image = image});
   }
-  const auto deadline = Clock::now() + kReadTime;
+  const auto deadline = Clock::now() + options_.patience;
   for (size_t first = 0, i = 0; first < gets.size(); first = i + 1) {
     options_.tier->get(std::span(gets).subspan(first), deadline);
     for (i = first; i < gets.size() && gets[i].outcome == TierOutcome::kDone; ++i) {

@@ -28,8 +28,9 @@ namespace pagedkv::engine {
 
 struct TierTrafficOptions {
   std::shared_ptr<Tier> tier;
-  Tokens min_prefix{256};        // less is computed rather than read
-  std::chrono::seconds keep{0};  // time to live of what is stored; 0: until it makes room
+  Tokens min_prefix{256};                    // less is computed rather than read
+  std::chrono::seconds keep{0};              // time to live of what is stored; 0: until it makes room
+  std::chrono::milliseconds patience{5000};  // for one read or write; a tier that hangs is waited for no longer
   // What the model's file holds, where that is known already. Else it is asked for once, on the thread that writes:
   // until that returns, which is to be soon once `stop` is set, nothing is looked up and what is to be stored
   // waits.
@@ -39,10 +40,9 @@ struct TierTrafficOptions {
 
 // How many of a prompt's blocks the tier has: asked while the prompt waits.
 struct TierLookup {
-  std::vector<PrefixKey> keys;  // of the prompt's blocks, as the tier knows them
-  Clock::time_point asked;
+  std::vector<PrefixKey> keys;     // of the prompt's blocks, as the tier knows them
+  Clock::time_point until;         // an answer is awaited
   std::atomic<int64_t> found{-1};  // leading blocks; < 0: not known yet
-  bool done = false;               // looked at by who asked
 };
 
 // A prompt's beginning on its way back.
@@ -85,9 +85,11 @@ class TierTraffic {
   std::shared_ptr<TierRestore> begin(const TierLookup& lookup, const PrefixMatch& match,
                                      std::span<const int32_t> prompt);
   static bool is_done(const TierRestore& restore) { return restore.readers.load() == 0; }
+  // Nothing has come of it for too long.
+  bool is_stuck(const TierRestore& restore) const;
   // What came back is cached from now on; how much of the prompt. Requires: is_done.
   Tokens end(TierRestore& restore);
-  // Nobody waits for it any more.
+  // Nobody waits for it any more, be it that its request has gone or that it is stuck.
   void abandon(std::shared_ptr<TierRestore> restore);
   // Until a lookup or a restore has gone on, or for so long.
   void wait(std::chrono::milliseconds at_most);
@@ -120,7 +122,7 @@ class TierTraffic {
   // Of the thread that runs the model.
   std::vector<std::shared_ptr<TierRestore>> abandoned_;
   double compute_tokens_s_ = 0, read_bytes_s_ = 0;  // as measured; 0: not yet
-  bool reading_is_faster_ = true;
+  bool reading_is_faster_ = true, told_stuck_ = false;
   Clock::time_point try_again_{};
 
   mutable std::mutex mutex_;  // of all below

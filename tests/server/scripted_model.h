@@ -86,6 +86,7 @@ struct ScriptedOptions {
   double token_seconds = 0;  // and so long for each of its tokens
   double stall_seconds = 60;
   std::shared_ptr<Tier> tier = nullptr;
+  std::chrono::milliseconds patience{600000};  // with the tier
 };
 
 class ScriptedModel : public StepModel {
@@ -197,9 +198,10 @@ class ScriptedModel : public StepModel {
   ScriptedModel(const ScriptedOptions& options, std::unique_ptr<Cache> cache)
       : options_(options), cache_(std::move(cache)) {
     if (options.tier != nullptr)
-      tier_ = std::make_unique<TierTraffic>(
-          *cache_, TierTrafficOptions{
-                       .tier = options.tier, .min_prefix = Tokens(options.block_size), .identity = PrefixKey{}});
+      tier_ = std::make_unique<TierTraffic>(*cache_, TierTrafficOptions{.tier = options.tier,
+                                                                        .min_prefix = Tokens(options.block_size),
+                                                                        .patience = options.patience,
+                                                                        .identity = PrefixKey{}});
   }
   static std::string prompt_of(const std::vector<int32_t>& tokens) {
     std::string text;

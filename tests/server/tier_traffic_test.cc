@@ -123,5 +123,21 @@ TEST(SchedulerWithATier, ACancelWhileABeginningIsReadGivesItsBlocksBack) {
   world.expect_no_block_is_held();
 }
 
+TEST(SchedulerWithATier, ADiskThatHangsIsDoneWithout) {
+  const Folder folder;
+  const std::string prompt(200, 'p');
+  {
+    World world({.tier = folder.open()});
+    expect_right_answers(world, {prompt});
+  }
+  const auto tier = std::make_shared<HeldTier>(folder.open());
+  World world({.tier = tier, .patience = std::chrono::milliseconds(50)});
+  const auto asked = world.ask(prompt, 12);
+  EXPECT_EQ(asked->text(), expected(prompt, 12));
+  EXPECT_EQ(asked->usage().cached_tokens, 0);
+  tier->release();
+  world.expect_no_block_is_held();
+}
+
 }  // namespace
 }  // namespace pagedkv::engine
