@@ -324,6 +324,29 @@ TEST(DiskTier, ADiskThatFailsIsLeftAloneForAWhileAndSaidOnce) {
   EXPECT_NE(disk.notices.lines[1].find("works again"), std::string::npos) << disk.notices.lines[1];
 }
 
+TEST(DiskTier, AFolderThatIsDeletedIsSaidOnceAndLeftAlone) {
+  std::vector<std::string> told;
+  set_log_sink([&](std::string_view message) { told.emplace_back(message); });
+  const Folder folder;
+  const Sample first(1, 0, 8192), second(2, 0, 8192);
+  {
+    const auto tier = folder.open();
+    EXPECT_EQ(put(*tier, first), TierOutcome::kDone);
+    fs::remove_all(folder.path());
+    const auto other = folder.open();  // the name is free again
+    EXPECT_EQ(put(*other, second), TierOutcome::kDone);
+    tier->tick();
+    tier->tick();
+    EXPECT_EQ(put(*tier, first), TierOutcome::kDown);
+    EXPECT_EQ(get(*tier, first), TierOutcome::kDown);
+    EXPECT_TRUE(tier->stats().down);
+    EXPECT_EQ(get(*other, second), TierOutcome::kDone);
+  }
+  set_log_sink(nullptr);
+  EXPECT_EQ(told.size(), 1);
+  EXPECT_EQ(get(*folder.open(), second), TierOutcome::kDone);
+}
+
 TEST(DiskTier, WrongBytesAreRefusedOnceAndGone) {
   OddDisk disk;
   ASSERT_NE(disk.tier, nullptr);

@@ -135,6 +135,13 @@ int64_t Directory::bytes() const {
   return total;
 }
 
+bool Directory::is_there() const {
+  struct stat named {
+  }, held{};
+  return ::lstat((path_ + "/lock").c_str(), &named) == 0 && ::fstat(lock_, &held) == 0 &&
+         named.st_dev == held.st_dev && named.st_ino == held.st_ino;
+}
+
 void Directory::give_reserve_up() const { ::unlink((path_ + "/reserve").c_str()); }
 
 void Directory::make_reserve() const {

@@ -27,6 +27,8 @@ class Directory {
   std::string chunks_path() const { return path_ + "/chunks"; }
   // As it lies on the disk, chunks included.
   int64_t bytes() const;
+  // False: it was deleted, or another one has its name.
+  bool is_there() const;
   // The reserve makes room when nothing else can, and is made again when there is room.
   void give_reserve_up() const;
   void make_reserve() const;

@@ -171,8 +171,15 @@ void DiskTier::fail(const Status& status) {
   told_down_ = true;
 }
 
+// Files that have no name any more would be written for nobody.
+void DiskTier::give_up() {
+  is_gone_ = stats_.down = true;
+  notice(str("[disk] ", options_.directory,
+             " was deleted or replaced: nothing is stored or read any more, until the next start"));
+}
+
 bool DiskTier::rests() {
-  if (Clock::now() < down_until_) return true;
+  if (is_gone_ || Clock::now() < down_until_) return true;
   if (!index_is_damaged_) return false;
   if (chunks_.is_any_held()) return true;
   index_.reset();
@@ -526,6 +533,7 @@ void DiskTier::tick() {
   if (!is_ours()) return;
   Lock lock(mutex_);
   if (rests()) return;
+  if (!directory_.is_there()) return give_up();
   flush_touches();
   const auto old = index_->expired(unix_seconds(), 1024);
   if (old.ok())

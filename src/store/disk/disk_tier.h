@@ -67,6 +67,7 @@ class DiskTier final : public Tier {
   TierOutcome write_record(const HeldSlot& slot, const TierPut& item, int64_t expires);
   void fail(const Status& status);
   void works();
+  void give_up();
   int64_t now_stamp();
 
   const pid_t owner_ = getpid();
@@ -83,6 +84,7 @@ class DiskTier final : public Tier {
   Deadline down_until_{};
   std::chrono::seconds rest_{1};
   bool index_is_damaged_ = false;
+  bool is_gone_ = false;  // the folder
   bool told_full_ = false, told_down_ = false, told_refused_ = false;
 };
 
