@@ -15,6 +15,7 @@
 #include "cli/line_reader.h"
 #include "cli/output.h"
 #include "cli/report.h"
+#include "cli/session.h"
 
 namespace pagedkv::cli {
 namespace {
@@ -43,6 +44,7 @@ class Chat {
       return fail(Status(Code::kUnsupported, "[chat] the model has no chat template, and --interactive needs one"));
     if (options_.system)
       if (Status status = check_utf8("chat", "--system", *options_.system); !status.ok()) return fail(status);
+    if (Status status = go_on(); !status.ok()) return fail(status);
     const Interrupt ctrl_c(Interrupt::Second::kIsTheSame);
     if (reader_.is_terminal()) say("/help lists the commands, Ctrl-D leaves");
     while (!left_ && written_) {
@@ -68,9 +70,27 @@ class Chat {
   }
 
  private:
-  struct Turn {
-    ChatMessage user, assistant;
-  };
+  // Where a conversation of this name ended.
+  Status go_on() {
+    if (options_.session) {
+      auto path = session_path(options_.engine.cache_dir->directory, *options_.session);
+      if (!path.ok()) return path.status();
+      auto session = load_session(*path, engine_.text());
+      if (!session.ok()) return session.status();
+      path_ = std::move(*path);
+      session_ = std::move(*session);
+      if (!session_.turns.empty())
+        say(fmt::format("{} turns of \"{}\" are there; the last began: {:.60}", session_.turns.size(),
+                        *options_.session, session_.turns.back().user.content));
+    }
+    if (options_.system) session_.system = options_.system;
+    return Status();
+  }
+
+  void keep() {
+    if (path_.empty()) return;
+    if (Status status = save_session(path_, session_); !status.ok()) refuse(status);
+  }
 
   void take(const std::string& line) {
     const size_t begin = line.find_first_not_of(" \t");
@@ -106,8 +126,9 @@ class Chat {
     } else if (name == "/drop") {
       drop();
     } else if (name == "/clear") {
-      say(fmt::format("{} turns forgotten", turns_.size()));
-      turns_.clear();
+      say(fmt::format("{} turns forgotten", session_.turns.size()));
+      session_.turns.clear();
+      keep();
     } else if (name == "/quit") {
       left_ = true;
     } else {
@@ -116,9 +137,11 @@ class Chat {
   }
 
   void drop() {
-    if (turns_.empty()) return refuse(invalid_argument("[chat] /drop: there is no turn to forget"));
-    turns_.erase(turns_.begin());
-    say(fmt::format("the oldest turn is forgotten, {} left; what follows it is computed anew", turns_.size()));
+    if (session_.turns.empty()) return refuse(invalid_argument("[chat] /drop: there is no turn to forget"));
+    session_.turns.erase(session_.turns.begin());
+    keep();
+    say(fmt::format("the oldest turn is forgotten, {} left; what follows it is computed anew",
+                    session_.turns.size()));
   }
 
   // Plain text for people; never over a file that exists.
@@ -133,13 +156,13 @@ class Chat {
     };
     if (!file) return refuse(problem());
     std::string text;
-    if (options_.system) text += fmt::format("system:\n{}\n\n", *options_.system);
-    for (const Turn& turn : turns_)
+    if (session_.system) text += fmt::format("system:\n{}\n\n", *session_.system);
+    for (const Turn& turn : session_.turns)
       text += fmt::format("user:\n{}\n\nassistant:\n{}\n\n", turn.user.content, turn.assistant.content);
     const bool whole =
         std::fwrite(text.data(), 1, text.size(), file.get()) == text.size() && std::fflush(file.get()) == 0;
     if (!whole) return refuse(problem());
-    say(fmt::format("{} turns written to {}", turns_.size(), path));
+    say(fmt::format("{} turns written to {}", session_.turns.size(), path));
   }
 
   // --- a turn
@@ -147,19 +170,19 @@ class Chat {
   void answer(const std::string& message) {
     Turn turn{.user = {"user", message}, .assistant = {"assistant", ""}};
     std::vector<ChatMessage> messages;
-    if (options_.system) messages.push_back({"system", *options_.system});
-    for (const Turn& before : turns_) messages.insert(messages.end(), {before.user, before.assistant});
+    if (session_.system) messages.push_back({"system", *session_.system});
+    for (const Turn& before : session_.turns) messages.insert(messages.end(), {before.user, before.assistant});
     messages.push_back(turn.user);
     auto prompt = engine_.text().tokenize_chat(messages);
     if (!prompt.ok()) return refuse(prompt.status());
     if (std::ssize(*prompt) >= engine_.context().n) {
       return refuse(Status(
           Code::kCapacity,
-          fmt::format(
-              "[full] with this message the conversation has {} tokens, the window has {} and must hold an "
-              "answer too: {}",
-              prompt->size(), engine_.context().n,
-              turns_.empty() ? "the message is too long" : "/drop forgets the oldest turn, then try again")));
+          fmt::format("[full] with this message the conversation has {} tokens, the window has {} and must hold an "
+                      "answer too: {}",
+                      prompt->size(), engine_.context().n,
+                      session_.turns.empty() ? "the message is too long"
+                                             : "/drop forgets the oldest turn, then try again")));
     }
     engine::GenerateRequest request{
         .prompt = std::move(*prompt), .sampling = options_.sampling, .stop = options_.stop, .own_text = true};
@@ -181,7 +204,8 @@ class Chat {
     turn.assistant.content = result->text;
     const bool whole = engine_.text().spell(result->tokens) == result->text;  // else a stop string was cut off
     if (whole) turn.assistant.tokens = result->tokens;
-    turns_.push_back(std::move(turn));
+    session_.turns.push_back(std::move(turn));
+    keep();
   }
 
   void tell(const GenerateResult& result) const {
@@ -203,7 +227,8 @@ class Chat {
   const RunOptions& options_;
   engine::Engine& engine_;
   LineReader reader_;
-  std::vector<Turn> turns_;
+  std::string path_;  // of the session's file; empty: none
+  Session session_;
   bool left_ = false;
   bool failed_ = false;
   bool written_ = true;

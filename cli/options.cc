@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "cli/session.h"
 #include "cli/words.h"
 #include "pagedkv/log.h"
 #include "pagedkv/paged_kv_cache.h"
@@ -160,7 +161,7 @@ void add_context(CLI::App& command, Tokens& context) {
 }
 
 /** The folder where blocks are kept, and what else is said of it. */
-void add_cache_dir(CLI::App& command, EngineWords& words) {
+CLI::Option* add_cache_dir(CLI::App& command, EngineWords& words) {
   const auto folder = [&words]() -> DiskTierOptions& {
     if (!words.cache_dir) words.cache_dir.emplace();
     return *words.cache_dir;
@@ -205,6 +206,11 @@ void add_cache_dir(CLI::App& command, EngineWords& words) {
       "fewer tokens are computed rather than read back, default 256. Larger: fewer reads",
       whole(1, kMaxPosition, [&use](int64_t n) { use.min_prefix = Tokens(n); }))
       ->needs(dir);
+  add(command, "--cache-timeout", "SECONDS",
+      "a folder that hangs is waited for so long, 1 to 3600, default 2; then prompts are computed",
+      whole(1, 3600, [&use](int64_t n) { use.patience = std::chrono::seconds(n); }))
+      ->needs(dir);
+  return dir;
 }
 
 void add_sampling_options(CLI::App& command, engine::SamplingOptions& sampling) {
@@ -307,7 +313,7 @@ void add_limit_options(CLI::App& command, server::ServerOptions& options) {
 void add_run_options(CLI::App& command, RunOptions& options) {
   set_help_style(command);
   add_engine_options(command, options.engine);
-  add_cache_dir(command, options.engine);
+  auto* cache_dir = add_cache_dir(command, options.engine);
   add_context(command, options.engine.options.context);
   auto* prompt = add(command, "-p,--prompt", "TEXT", "the question", text(options.prompt));
   auto* file = add(command, "-f,--file", "FILE",
@@ -320,13 +326,24 @@ void add_run_options(CLI::App& command, RunOptions& options) {
                     wrapped("a conversation: each line of stdin is a message, and only what is new is computed"))
           ->excludes(prompt)
           ->excludes(file);
+  add(command, "--session", "NAME",
+      "a conversation as with --interactive that is kept in the folder of --cache-dir, and goes on where it ended",
+      [&options](const std::string& word) {
+        options.session = word;
+        return session_path("", word).status();
+      })
+      ->needs(cache_dir)
+      ->excludes(prompt)
+      ->excludes(file);
+  auto* session = command.get_option("--session");
   auto* system = add(command, "--system", "TEXT", "the system message of the chat template. Default: none",
                      text(options.system));
   command
       .add_flag("--raw", options.raw,
                 wrapped("give the prompt to the model as it is: no chat template, and control tokens in it count"))
       ->excludes(system)
-      ->excludes(interactive);
+      ->excludes(interactive)
+      ->excludes(session);
   add(command, "-n,--max-tokens", "N",
       "most tokens of the answer. Default: until the model ends it or the context is full",
       whole(1, kMaxPosition, [&options](int64_t n) { options.max_tokens = Tokens(n); }));
@@ -343,12 +360,14 @@ void add_run_options(CLI::App& command, RunOptions& options) {
   add(command, "--seed", "N", "0 to 9223372036854775807, default 0. The same seed gives the same answer",
       whole(0, INT64_MAX, [&options](int64_t n) { options.sampling.seed = uint64_t(n); }));
   command.add_flag("--stats", options.stats, wrapped("all counters of the cache on stderr, after the answer"))
-      ->excludes(interactive);
+      ->excludes(interactive)
+      ->excludes(session);
   add_json(command, options.json, "one JSON object on stdout instead of the answer as it comes")
-      ->excludes(interactive);
-  command.final_callback([prompt, file, interactive] {
-    if (prompt->count() + file->count() + interactive->count() == 0)
-      throw CLI::RequiredError("--prompt TEXT or --file FILE or --interactive");
+      ->excludes(interactive)
+      ->excludes(session);
+  command.final_callback([prompt, file, interactive, session] {
+    if (prompt->count() + file->count() + interactive->count() + session->count() == 0)
+      throw CLI::RequiredError("--prompt TEXT or --file FILE or --interactive or --session NAME");
   });
 }
 

@@ -38,6 +38,7 @@ struct RunOptions {
   std::optional<std::string> prompt;
   std::optional<std::string> prompt_file;  // "-": stdin
   bool interactive = false;
+  std::optional<std::string> session;  // a conversation of this name, in the folder of --cache-dir
   std::optional<std::string> system;
   std::optional<Tokens> max_tokens;  // none: until the context is full
   std::vector<std::string> stop;

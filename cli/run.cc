@@ -103,7 +103,8 @@ void print_figures(const engine::GenerateResult& result, engine::Engine& engine,
 int run(const RunOptions& options) {
   auto engine_options = cli::engine_options(options.engine);
   if (!engine_options.ok()) return fail(engine_options.status());
-  const Result<std::string> prompt = options.interactive ? std::string() : read_prompt(options);
+  const bool talks = options.interactive || options.session;
+  const Result<std::string> prompt = talks ? std::string() : read_prompt(options);
   if (!prompt.ok()) return fail(prompt.status());
 
   ProgressBar progress("loading");
@@ -111,7 +112,7 @@ int run(const RunOptions& options) {
   auto engine = engine::Engine::load(*engine_options);
   progress.clear();
   if (!engine.ok()) return fail(engine.status());
-  if (options.interactive) return chat(options, **engine);
+  if (talks) return chat(options, **engine);
 
   engine::GenerateRequest request{.prompt = {},
                                   .sampling = options.sampling,

@@ -192,6 +192,7 @@ Result<std::unique_ptr<Engine>> Engine::load(const EngineOptions& options) {
         *impl->cache, TierTrafficOptions{.tier = options.tier.tier,
                                          .min_prefix = options.tier.min_prefix,
                                          .keep = options.tier.keep,
+                                         .patience = options.tier.patience,
                                          .identity = known_content_hash(options.model_path, options.tier.memo),
                                          .identify = [path = options.model_path,
                                                       memo = options.tier.memo](const std::atomic<bool>& stop) {

@@ -89,7 +89,9 @@ struct TierUse {
   std::shared_ptr<Tier> tier = nullptr;  // null: nowhere
   Tokens min_prefix{256};                // a shorter beginning of a prompt is computed rather than read back
   std::chrono::seconds keep{0};          // time to live of what is stored; 0: until it makes room
-  std::string memo;                      // a file that keeps the hashes of models' files; empty: none
+  std::chrono::milliseconds patience{
+      2000};         // for an answer, a read or a write of the tier: it is done without then
+  std::string memo;  // a file that keeps the hashes of models' files; empty: none
 };
 
 struct EngineOptions {

@@ -75,7 +75,7 @@ void Loop::admit() {
     if (room.sequences <= 0) return;
     job.match = cache_.match(job.request.prompt, std::move(job.match));
     const PrefixMatch& found = job.match;
-    if (soon_cached_of(*s) > found.cached || TierTraffic::is_awaited(job.lookup.get())) continue;
+    if (soon_cached_of(*s) > found.cached || (tier_ != nullptr && tier_->is_awaited(job.lookup))) continue;
     const Verdict verdict = judge(room, {.choices = job.slots(*s),
                                          .to_compute = Tokens(std::ssize(s->tokens)) - found.cached,
                                          .available = cache_.available_beside(found),

@@ -11,8 +11,7 @@
 namespace pagedkv::engine {
 namespace {
 
-constexpr auto kLookupTime = std::chrono::milliseconds(100);          // a prompt waits so long for an answer,
-constexpr auto kLookupTimeOfABlock = std::chrono::microseconds(100);  // and so much longer for each of its blocks
+constexpr auto kLookupTimeOfABlock = std::chrono::microseconds(100);  // beside the patience
 constexpr auto kLastWrites = std::chrono::seconds(10);                // at the end
 constexpr auto kTickEvery = std::chrono::seconds(1);
 constexpr auto kTryAgainAfter = std::chrono::minutes(1);  // where computing was faster
@@ -71,9 +70,12 @@ TierTraffic::TierTraffic(Cache& cache, TierTrafficOptions options)
 
 TierTraffic::~TierTraffic() {
   collect();
-  stop_ = true;
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    // What waits is worth knowing the model for.
+    last_write_ = Clock::now() + std::max<Clock::duration>(kLastWrites, options_.patience);
+    news_.wait_until(lock, last_write_, [this] { return open_ || waiting_.empty(); });
+    stop_ = true;
     stop_writing_ = stop_reading_ = true;
     for (const auto& restore : abandoned_) restore->stopped_at = 0;
   }
@@ -139,9 +141,14 @@ std::shared_ptr<TierLookup> TierTraffic::look_up(const PrefixMatch& match, std::
   const int64_t n = std::min(std::ssize(match.keys), (std::ssize(prompt) - 1) / block);
   if (!open_ || n * block < options_.min_prefix.n || n * block - match.cached.n < options_.min_prefix.n)
     return nullptr;
+  if (late_ != nullptr && late_->found < 0) {
+    const std::lock_guard lock(mutex_);
+    ++figures_.not_late;
+    return nullptr;
+  }
   auto lookup = std::make_shared<TierLookup>();
   lookup->keys.assign(match.keys.begin(), match.keys.begin() + n);
-  lookup->until = Clock::now() + kLookupTime + n * kLookupTimeOfABlock;
+  lookup->until = Clock::now() + options_.patience + n * kLookupTimeOfABlock;
   int group = 0;  // one that keeps all of a context, if there is one
   for (int g = 0; g < std::ssize(cache_.options().groups); ++g)
     if (cache_.options().groups[size_t(g)].sliding_window == 0) group = g;
@@ -156,8 +163,11 @@ std::shared_ptr<TierLookup> TierTraffic::look_up(const PrefixMatch& match, std::
   return lookup;
 }
 
-bool TierTraffic::is_awaited(const TierLookup* lookup) {
-  return lookup != nullptr && lookup->found < 0 && Clock::now() < lookup->until;
+bool TierTraffic::is_awaited(const std::shared_ptr<TierLookup>& lookup) {
+  if (lookup == nullptr || lookup->found >= 0) return false;
+  if (Clock::now() < lookup->until) return true;
+  late_ = lookup;
+  return false;
 }
 
 std::shared_ptr<TierRestore> TierTraffic::begin(const TierLookup& lookup, const PrefixMatch& match,
@@ -287,6 +297,7 @@ void TierTraffic::write() {
     const auto identity = options_.identify(stop_);
     if (identity.ok()) {
       open(*identity);
+      tell();
     } else {
       notice("[tier] nothing is stored or read back, since the model cannot be told from others: " +
              identity.status().message());
@@ -295,12 +306,12 @@ void TierTraffic::write() {
       figures_.skipped_closed += std::ssize(waiting_);
       written_.insert(written_.end(), waiting_.begin(), waiting_.end());
       waiting_.clear();
+      news_.notify_all();
     }
   }
   refresh_figures();
   Buffer buffer;
   auto next_tick = Clock::now() + kTickEvery;
-  std::optional<Clock::time_point> last;  // that anything is written
   std::unique_lock lock(mutex_);
   for (;;) {
     to_write_.wait_until(lock, next_tick, [this] { return stop_writing_ || !waiting_.empty(); });
@@ -311,8 +322,7 @@ void TierTraffic::write() {
       lock.lock();
       next_tick = Clock::now() + kTickEvery;
     }
-    if (stop_writing_ && !last) last = Clock::now() + kLastWrites;
-    if (stop_writing_ && (waiting_.empty() || Clock::now() > *last)) return;
+    if (stop_writing_ && (waiting_.empty() || Clock::now() > last_write_)) return;
     std::vector<KeyedBlock> batch;
     for (int64_t bytes = 0; !waiting_.empty() && bytes < kBatchBytes;) {
       bytes += cache_.image_bytes(waiting_.front().group).n;

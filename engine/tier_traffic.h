@@ -28,9 +28,10 @@ namespace pagedkv::engine {
 
 struct TierTrafficOptions {
   std::shared_ptr<Tier> tier;
-  Tokens min_prefix{256};                    // less is computed rather than read
-  std::chrono::seconds keep{0};              // time to live of what is stored; 0: until it makes room
-  std::chrono::milliseconds patience{5000};  // for one read or write; a tier that hangs is waited for no longer
+  Tokens min_prefix{256};        // less is computed rather than read
+  std::chrono::seconds keep{0};  // time to live of what is stored; 0: until it makes room
+  std::chrono::milliseconds patience{
+      2000};  // for one answer, read or write: a tier that hangs is waited for no longer
   // What the model's file holds, where that is known already. Else it is asked for once, on the thread that writes:
   // until that returns, which is to be soon once `stop` is set, nothing is looked up and what is to be stored
   // waits.
@@ -77,10 +78,10 @@ class TierTraffic {
   // The pool is full: what waits to be written is let go, once what is being written is done. False: nothing was
   // held.
   bool give_way();
-  // Null: the tier is closed, or has nothing that is worth asking for.
+  // Null: the tier is closed, is late with an earlier answer, or cannot have what is worth asking for.
   std::shared_ptr<TierLookup> look_up(const PrefixMatch& match, std::span<const int32_t> prompt);
   // True: an answer may still come, soon.
-  static bool is_awaited(const TierLookup* lookup);
+  bool is_awaited(const std::shared_ptr<TierLookup>& lookup);
   // Starts to read back what the lookup found. Null, and counted: not worth it, or no room.
   std::shared_ptr<TierRestore> begin(const TierLookup& lookup, const PrefixMatch& match,
                                      std::span<const int32_t> prompt);
@@ -121,6 +122,7 @@ class TierTraffic {
 
   // Of the thread that runs the model.
   std::vector<std::shared_ptr<TierRestore>> abandoned_;
+  std::shared_ptr<TierLookup> late_;                // that was not answered in time
   double compute_tokens_s_ = 0, read_bytes_s_ = 0;  // as measured; 0: not yet
   bool reading_is_faster_ = true, told_stuck_ = false;
   Clock::time_point try_again_{};
@@ -133,6 +135,7 @@ class TierTraffic {
   std::deque<std::function<void(Buffer&)>> read_tasks_;
   uint64_t n_news_ = 0, n_seen_ = 0;
   bool stop_writing_ = false, stop_reading_ = false;
+  Clock::time_point last_write_{};  // once stop_writing_ is set: until then what waits is written
   TierFigures figures_;
   std::vector<std::thread> threads_;
 };

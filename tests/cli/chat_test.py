@@ -49,6 +49,29 @@ class Chat(CliTest):
         self.assertLess(lengths[2], lengths[1] + lengths[0], "the first turn is gone")
         self.assertLess(lengths[3], lengths[0], "all turns are gone")
 
+    def test_a_session_goes_on_where_it_ended(self):
+        folder = self.folder / "blocks"
+        options = ("-n", "16", "--reproducible", "--cache-dir", str(folder), "--cache-min-prefix", "16", "--cache-timeout", "3600", "--system",
+                   "You know much about rivers, and tell it in few words.")
+        whole, _ = self.chat("Which is the longest river?", "And the second one?", options=options[:3] + options[-2:])
+        first, _ = self.chat("Which is the longest river?", options=(*options, "--session", "a.b-C_1"))
+        second, turns = self.chat("And the second one?", options=(*options, "--session", "a.b-C_1"))
+        self.assertEqual(first.out + second.out, whole.out)
+        self.assertGreaterEqual(turns[0][0], 32, "blocks of the first turn came back")
+        self.assertIn('1 turns of "a.b-C_1"', second.err)
+        path = folder / "sessions" / "a.b-C_1.json"
+        self.assertEqual(path.stat().st_mode & 0o777, 0o600)
+        # Another one, and the same one without its --system.
+        self.assertNotIn("turns of", self.chat("Hi.", options=(*options, "--session", "other"))[0].err)
+        third, _ = self.chat("/save-text " + str(self.folder / "talk"), options=(*options[:-2], "--session", "a.b-C_1"))
+        self.assertIn("rivers, and tell it", (self.folder / "talk").read_text(encoding="utf-8"))
+        path.write_text(path.read_text(encoding="utf-8")[:-20], encoding="utf-8")
+        broken, _ = self.chat("Hi.", options=(*options, "--session", "a.b-C_1"), code=1)
+        self.assertIn("is damaged", broken.err)
+        for name in ("", "../up", ".hidden", "a/b", "x" * 101, "ä"):
+            self.assertEqual(pagedkv(*CHAT, "--cache-dir", str(folder), "--session", name).code, 2, name)
+        self.assertEqual(pagedkv(*CHAT, "--session", "x").code, 2, "a session needs --cache-dir")
+
     def test_the_conversation_can_be_saved_but_not_over_a_file(self):
         path = self.folder / "talk to me.txt"
         done, _ = self.chat("Hi there", f"/save-text {path}", f"/save-text {path}", options=("-n", "3"), code=1)

@@ -81,7 +81,7 @@ class Usage(CliTest):
         self.usage_error(["frob"], "frob")
         self.usage_error(["bench", "frob"], "frob")
         self.usage_error(["run", "-p", "x"], "--model")
-        self.usage_error(["run", "-m", "x"], "--prompt TEXT or --file FILE or --interactive")
+        self.usage_error(["run", "-m", "x"], "--prompt TEXT or --file FILE or --interactive or --session NAME")
         self.usage_error(["run", "-m", "x", "-p"], "--prompt")
         self.usage_error(["perplexity", "-m", "x"], "--file")
         self.run_error(["--frob"], "--frob")

@@ -29,7 +29,10 @@ EngineOptions options_on(const std::string& folder, KvQuantConfig formats = {},
           .kv_memory = Bytes(64 << 20),
           .chunk = Tokens(64),
           .reproducible = true,
-          .tier = {.tier = std::move(*tier), .min_prefix = Tokens(32), .memo = folder + "/models"}};
+          .tier = {.tier = std::move(*tier),
+                   .min_prefix = Tokens(32),
+                   .patience = std::chrono::hours(1),
+                   .memo = folder + "/models"}};
 }
 
 GenerateRequest greedy(std::vector<int32_t> prompt, int max_tokens = 8) {
@@ -42,6 +45,10 @@ GenerateResult answer(World& world, const std::vector<int32_t>& prompt) {
   auto result = world.engine->generate(greedy(prompt));
   if (!result.ok()) throw std::runtime_error(result.status().message());
   return *result;
+}
+
+void wait_until_open(World& world) {
+  while (!world.engine->tier()->figures().open) std::this_thread::yield();
 }
 
 void expect_nothing_held(World& world) {
@@ -114,6 +121,7 @@ TEST(EngineTier, AnotherModelFormatOrNamespaceFindsNothing) {
   contents[contents.size() - 3] ^= std::byte(1);
   const TemporaryFile changed(contents);
   World world(options_on(folder.path(), {}, changed.path()));
+  wait_until_open(world);
   EXPECT_EQ(answer(world, prompt).tokens_reused, 0);
   EXPECT_EQ(world.engine->tier()->figures().restores, 0);
 }
@@ -125,7 +133,7 @@ class FaultyTier final : public Tier {
   explicit FaultyTier(Fault fault) : fault_(fault) {}
   TierTraits traits() const override { return {.name = "faulty", .medium = "DISK", .max_image = Bytes(1 << 30)}; }
   int64_t leading(std::span<const PrefixKey> keys, uint32_t, Deadline) override {
-    if (fault_ == Fault::kLate) std::this_thread::sleep_for(std::chrono::milliseconds(400));
+    if (fault_ == Fault::kLate) answers.wait(false);
     return fault_ == Fault::kDown ? 0 : std::ssize(keys);  // which is not true
   }
   void get(std::span<TierGet> items, Deadline) override {
@@ -139,6 +147,7 @@ class FaultyTier final : public Tier {
   bool remove(std::span<const PrefixKey>, Deadline) override { return false; }
   void tick() override {}
   TierStats stats() const override { return {.down = true}; }
+  std::atomic<bool> answers{false};  // late ones
 
  private:
   const Fault fault_;
@@ -154,16 +163,18 @@ TEST(EngineTier, ATierThatFailsCostsNoAnswerAndNoBlock) {
   using enum FaultyTier::Fault;
   for (const auto fault : {kLate, kDown, kRefuses}) {
     EngineOptions options = plain;
-    options.tier = {
-        .tier = std::make_shared<FaultyTier>(fault), .min_prefix = Tokens(32), .memo = folder.path() + "/m"};
-    {
-      World world(options);  // so that the model's hash is known
-      answer(world, prompt);
-    }
+    const auto tier = std::make_shared<FaultyTier>(fault);
+    options.tier = {.tier = tier,
+                    .min_prefix = Tokens(32),
+                    .patience = fault == kLate ? std::chrono::milliseconds(50) : std::chrono::hours(1),
+                    .memo = folder.path() + "/m"};
     World world(options);
+    wait_until_open(world);
     const GenerateResult result = answer(world, prompt);
     EXPECT_EQ(result.tokens, tokens);
     EXPECT_EQ(result.tokens_reused, 0);
+    tier->answers = true;
+    tier->answers.notify_all();
     const TierFigures figures = world.engine->tier()->figures();
     EXPECT_EQ(figures.not_late, fault == kLate);
     EXPECT_EQ(figures.restores, fault == kRefuses);

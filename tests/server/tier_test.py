@@ -17,7 +17,7 @@ BIN = os.environ["PAGEDKV_BIN"]
 
 def served(folder, *options):
     return Served([BIN, "serve", "-m", MODEL, "--port", "0", "--reproducible", "--cache-dir", folder, "--cache-disk", "32MiB",
-                   "--cache-min-prefix", "32", *options])
+                   "--cache-min-prefix", "32", "--cache-timeout", "3600", *options])
 
 
 def tokens(n, seed):
@@ -125,7 +125,7 @@ class Tier(unittest.TestCase):
     def test_run_finds_what_run_left(self):
         def run(prompt):
             result = subprocess.run([BIN, "run", "-m", MODEL, "--raw", "--json", "--temp", "0", "-n", "4", "-p", prompt,
-                                     "--cache-dir", self.folder, "--cache-min-prefix", "32"],
+                                     "--cache-dir", self.folder, "--cache-min-prefix", "32", "--cache-timeout", "3600"],
                                     capture_output=True, text=True, timeout=600, check=False)
             self.assertEqual(result.returncode, 0, result.stderr)
             return json.loads(result.stdout)
@@ -137,7 +137,7 @@ class Tier(unittest.TestCase):
 
     def test_options_without_a_folder_are_refused(self):
         for option, value in (("--cache-disk", "1GiB"), ("--cache-sync", "each"), ("--cache-ttl", "5"),
-                              ("--cache-min-prefix", "64")):
+                              ("--cache-min-prefix", "64"), ("--cache-timeout", "9")):
             result = subprocess.run([BIN, "serve", "-m", MODEL, option, value], capture_output=True, text=True, timeout=60,
                                     check=False)
             self.assertEqual(result.returncode, 2, result.stderr)
