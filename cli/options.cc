@@ -520,12 +520,8 @@ Result<engine::EngineOptions> engine_options(const EngineWords& words) {
   options.kv_formats.k = words.cache_type_k.value_or(options.kv_formats.k);
   options.kv_formats.v = words.cache_type_v.value_or(options.kv_formats.v);
   options.dynamic = words.dynamic.value_or(environment->dynamic);
-  if (words.cache_dir) {
-    auto tier = open_disk_tier(*words.cache_dir);
-    if (!tier.ok()) return tier.status();
-    options.tier.tier = std::move(*tier);
-    options.tier.memo = words.cache_dir->directory + "/models";
-  }
+  if (words.cache_dir)
+    if (Status status = engine::use_folder(*words.cache_dir, options.tier); !status.ok()) return status;
   return options;
 }
 

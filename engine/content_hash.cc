@@ -1,7 +1,6 @@
 #include "engine/content_hash.h"
 
 #include <fcntl.h>
-#include <openssl/evp.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -10,11 +9,12 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
-#include <memory>
 #include <optional>
 #include <span>
 #include <sstream>
 #include <vector>
+
+#include "engine/sha256.h"
 
 namespace pagedkv::engine {
 namespace {
@@ -35,15 +35,6 @@ std::string state_of(const struct stat& s) {
   out << s.st_dev << ' ' << s.st_ino << ' ' << s.st_size << ' ' << s.st_mtim.tv_sec << '.' << s.st_mtim.tv_nsec
       << ' ' << s.st_ctim.tv_sec << '.' << s.st_ctim.tv_nsec;
   return out.str();
-}
-
-std::string hex(const PrefixKey& key) {
-  std::string out;
-  for (const uint8_t byte : key.bytes) {
-    constexpr char kDigits[] = "0123456789abcdef";
-    out += {kDigits[byte >> 4], kDigits[byte & 15]};
-  }
-  return out;
 }
 
 std::optional<PrefixKey> from_hex(const std::string& text) {
@@ -104,9 +95,7 @@ Result<PrefixKey> content_hash(const std::string& path, const std::string& memo,
   if (file.fd < 0 || fstat(file.fd, &before) != 0) return failed(path);
   const std::string state = state_of(before);
 
-  const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> hash(EVP_MD_CTX_new(), EVP_MD_CTX_free);
-  if (!hash || EVP_DigestInit_ex(hash.get(), EVP_sha256(), nullptr) != 1)
-    return Status(Code::kNoMemory, "no memory for a hash");
+  Sha256 hash;
   std::vector<char> buffer(kStep);
   for (;;) {
     if (stop) return Status(Code::kUnavailable, path + ": stopped while it was being read");
@@ -114,13 +103,13 @@ Result<PrefixKey> content_hash(const std::string& path, const std::string& memo,
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return failed(path);
     if (n == 0) break;
-    EVP_DigestUpdate(hash.get(), buffer.data(), size_t(n));
+    hash.add(buffer.data(), size_t(n));
   }
-  PrefixKey key;
-  EVP_DigestFinal_ex(hash.get(), key.bytes.data(), nullptr);
+  const auto key = hash.finish();
+  if (!key) return Status(Code::kUnavailable, path + ": SHA-256 failed in OpenSSL");
   struct stat after = {};
-  if (!memo.empty() && fstat(file.fd, &after) == 0 && state_of(after) == state) remember(memo, state, key);
-  return key;
+  if (!memo.empty() && fstat(file.fd, &after) == 0 && state_of(after) == state) remember(memo, state, *key);
+  return *key;
 }
 
 }  // namespace pagedkv::engine

@@ -128,6 +128,14 @@ Result<std::unique_ptr<Text>> load_text(const ModelInfo& model) {
   return text;
 }
 
+Status use_folder(const DiskTierOptions& folder, TierUse& use) {
+  auto tier = open_disk_tier(folder);
+  if (!tier.ok()) return tier.status();
+  use.tier = std::move(*tier);
+  use.memo = folder.directory + "/models";
+  return Status();
+}
+
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::~Engine() = default;
 

@@ -18,6 +18,7 @@
 #include "engine/step_model.h"
 #include "engine/text.h"
 #include "pagedkv/cache.h"
+#include "pagedkv/disk_tier.h"
 #include "pagedkv/format.h"
 #include "pagedkv/layout.h"
 #include "pagedkv/stats.h"
@@ -93,6 +94,9 @@ struct TierUse {
       2000};         // for an answer, a read or a write of the tier: it is done without then
   std::string memo;  // a file that keeps the hashes of models' files; empty: none
 };
+
+// Makes `use` one of this folder, which also keeps the memo. Errors: those of open_disk_tier.
+Status use_folder(const DiskTierOptions& folder, TierUse& use);
 
 struct EngineOptions {
   std::string model_path;

@@ -3,7 +3,6 @@
 #include <ggml-alloc.h>
 #include <ggml-backend.h>
 #include <ggml-cpu.h>
-#include <openssl/evp.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/sha256.h"
 #include "engine/vocabulary.h"
 
 namespace pagedkv::engine {
@@ -25,29 +25,20 @@ constexpr int64_t kReadStep = 8 << 20;  // bytes between two calls of progress
 // weights would take seconds on large models; training, merging or requantizing changes every matrix all over, so
 // that these samples tell two files apart. The rotary setting is in the header.
 Result<std::string> fingerprint_of(const GgufFile& file) {
-  const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> hash(EVP_MD_CTX_new(), EVP_MD_CTX_free);
-  bool ok = hash && EVP_DigestInit_ex(hash.get(), EVP_sha256(), nullptr) == 1;
-  auto add = [&](const void* data, size_t n) { ok = ok && EVP_DigestUpdate(hash.get(), data, n) == 1; };
+  Sha256 hash;
   const auto size = uint64_t(file.bytes().size());
-  add(&size, sizeof size);
-  add(file.bytes().data(), size_t(file.data_offset()));
+  hash.add(&size, sizeof size);
+  hash.add(file.bytes().data(), size_t(file.data_offset()));
   for (const GgufTensor& t : file.tensors()) {
     const std::span<const std::byte> data = file.data(t);
     const int64_t n = std::min<int64_t>(kSampleBytes, t.n_bytes);
     for (int64_t at : {int64_t{0}, (t.n_bytes - n) / 2, t.n_bytes - n}) {
-      add(data.data() + at, size_t(n));
+      hash.add(data.data() + at, size_t(n));
     }
   }
-  unsigned char digest[EVP_MAX_MD_SIZE];
-  unsigned int n_bytes = 0;
-  ok = ok && EVP_DigestFinal_ex(hash.get(), digest, &n_bytes) == 1;
-  if (!ok) return Status(Code::kUnavailable, "SHA-256 of the model failed in OpenSSL");
-  std::string text = "sha256:";
-  for (unsigned int i = 0; i < n_bytes; ++i) {
-    text += "0123456789abcdef"[digest[i] >> 4];
-    text += "0123456789abcdef"[digest[i] & 15];
-  }
-  return text;
+  const auto key = hash.finish();
+  if (!key) return Status(Code::kUnavailable, "SHA-256 of the model failed in OpenSSL");
+  return "sha256:" + hex(*key);
 }
 
 struct Inspected {

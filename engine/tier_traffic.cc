@@ -1,11 +1,10 @@
 #include "engine/tier_traffic.h"
 
-#include <openssl/evp.h>
-
 #include <algorithm>
 #include <string>
 #include <utility>
 
+#include "engine/sha256.h"
 #include "pagedkv/log.h"
 
 namespace pagedkv::engine {
@@ -23,12 +22,10 @@ constexpr int64_t kBatchBytes = 4 << 20;  // read or written in one call
 constexpr int64_t kPoolShare = 8;         // a part of the pool may wait to be written
 
 PrefixKey sha256_of(const PrefixKey& a, const PrefixKey& b) {
-  uint8_t both[sizeof a.bytes + sizeof b.bytes];
-  std::copy(a.bytes.begin(), a.bytes.end(), both);
-  std::copy(b.bytes.begin(), b.bytes.end(), both + sizeof a.bytes);
-  PrefixKey key;
-  EVP_Digest(both, sizeof both, key.bytes.data(), nullptr, EVP_sha256(), nullptr);
-  return key;
+  Sha256 hash;
+  hash.add(a.bytes.data(), sizeof a.bytes);
+  hash.add(b.bytes.data(), sizeof b.bytes);
+  return hash.finish().value();
 }
 
 // Of one block in all groups that keep a whole context: windows are a small part of a long prompt.

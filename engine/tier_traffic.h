@@ -65,7 +65,7 @@ class TierTraffic {
  public:
   // `cache` must outlive it.
   TierTraffic(Cache& cache, TierTrafficOptions options);
-  // Writes what waits, for ten seconds at most; the rest is skipped, and that is told.
+  // Writes what waits, for ten seconds or the patience at most; the rest is skipped, and that is told.
   ~TierTraffic();
   TierTraffic(const TierTraffic&) = delete;
   TierTraffic& operator=(const TierTraffic&) = delete;
@@ -75,8 +75,8 @@ class TierTraffic {
   void collect();
   // Some blocks are held that the next collect() may let go.
   bool holds_blocks() const;
-  // The pool is full: what waits to be written is let go, once what is being written is done. False: nothing was
-  // held.
+  // The pool is full: what waits to be written is let go; if nothing does, what is being written, once that is
+  // done. False: nothing could be let go.
   bool give_way();
   // Null: the tier is closed, is late with an earlier answer, or cannot have what is worth asking for.
   std::shared_ptr<TierLookup> look_up(const PrefixMatch& match, std::span<const int32_t> prompt);

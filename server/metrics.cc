@@ -67,6 +67,12 @@ class Writer {
   std::string name_, text_;
 };
 
+void write_outcomes(Writer& w, const char* name, const char* help, const int64_t (&counts)[kTierOutcomes]) {
+  w.family(name, "counter", help);
+  for (int i = 0; i < kTierOutcomes; ++i)
+    w.sample(double(counts[i]), {{"outcome", tier_outcome_name(TierOutcome(i))}});
+}
+
 void write_tier(Writer& w, const engine::TierFigures& f) {
   w.one("tier_open", "gauge", "1 once the model is known by its content: blocks are stored and read from then on.",
         int64_t{f.open});
@@ -75,12 +81,8 @@ void write_tier(Writer& w, const engine::TierFigures& f) {
   w.one("tier_budget_bytes", "gauge", "Bytes that it may take.", f.tier.budget);
   w.one("tier_blocks", "gauge", "Blocks in it.", f.tier.blocks);
   w.one("tier_waiting_blocks", "gauge", "Blocks that wait to be written.", f.waiting_blocks);
-  w.family("tier_gets_total", "counter", "Blocks asked for, by outcome; done: read and verified.");
-  for (int i = 0; i < kTierOutcomes; ++i)
-    w.sample(double(f.tier.gets[i]), {{"outcome", tier_outcome_name(TierOutcome(i))}});
-  w.family("tier_puts_total", "counter", "Blocks to be stored, by outcome.");
-  for (int i = 0; i < kTierOutcomes; ++i)
-    w.sample(double(f.tier.puts[i]), {{"outcome", tier_outcome_name(TierOutcome(i))}});
+  write_outcomes(w, "tier_gets_total", "Blocks asked for, by outcome; done: read and verified.", f.tier.gets);
+  write_outcomes(w, "tier_puts_total", "Blocks to be stored, by outcome.", f.tier.puts);
   w.family("tier_skipped_total", "counter", "Blocks that were not handed to the tier, by reason.");
   w.sample(double(f.skipped_closed), {{"reason", "closed"}});
   w.sample(double(f.skipped_queue), {{"reason", "queue"}});

@@ -192,11 +192,10 @@ std::shared_ptr<Model> load(const std::string& path, const nb::kwargs& given) {
   read_options("LLM", given, kLoadFields, args);
   engine::EngineOptions& options = args.engine;
   options.model_path = path;
-  if (!args.cache_dir.empty()) {
-    options.tier.tier = check(
-        without_gil([&] { return open_disk_tier({.directory = args.cache_dir, .budget = args.cache_disk}); }));
-    options.tier.memo = args.cache_dir + "/models";
-  }
+  if (!args.cache_dir.empty())
+    check(without_gil([&] {
+      return engine::use_folder({.directory = args.cache_dir, .budget = args.cache_disk}, options.tier);
+    }));
   const nb::object& progress = args.progress;
   bool interrupted = false;
   if (!progress.is_none())

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "engine/tier_traffic.h"
-#include "pagedkv/disk_tier.h"
 #include "tests/engine/files.h"
 #include "tests/engine/world.h"
 #include "tests/store/tier_world.h"
@@ -19,8 +18,9 @@ namespace {
 
 EngineOptions options_on(const std::string& folder, KvQuantConfig formats = {},
                          const std::string& model = tiny_model("d64_gqa3_tied")) {
-  auto tier = open_disk_tier({.directory = folder, .budget = Bytes(64 << 20)});
-  if (!tier.ok()) throw std::runtime_error(tier.status().message());
+  TierUse use{.min_prefix = Tokens(32), .patience = std::chrono::hours(1)};
+  if (Status s = use_folder({.directory = folder, .budget = Bytes(64 << 20)}, use); !s.ok())
+    throw std::runtime_error(s.message());
   return {.model_path = model,
           .context = Tokens(512),
           .threads = 1,
@@ -29,10 +29,7 @@ EngineOptions options_on(const std::string& folder, KvQuantConfig formats = {},
           .kv_memory = Bytes(64 << 20),
           .chunk = Tokens(64),
           .reproducible = true,
-          .tier = {.tier = std::move(*tier),
-                   .min_prefix = Tokens(32),
-                   .patience = std::chrono::hours(1),
-                   .memo = folder + "/models"}};
+          .tier = std::move(use)};
 }
 
 GenerateRequest greedy(std::vector<int32_t> prompt, int max_tokens = 8) {

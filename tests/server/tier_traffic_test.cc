@@ -81,14 +81,19 @@ class HeldTier final : public Tier {
   std::unique_ptr<Tier> tier_;
 };
 
-TEST(SchedulerWithATier, WhoeverWaitsForADiskWaitsAlone) {
-  const Folder folder;
-  const std::string prompt(200, 'p');
+// A world has stored the prompt's blocks there and ended.
+std::shared_ptr<HeldTier> held_tier_with(const std::string& prompt, const Folder& folder) {
   {
     World world({.tier = folder.open()});
     expect_right_answers(world, {prompt});
   }
-  const auto tier = std::make_shared<HeldTier>(folder.open());
+  return std::make_shared<HeldTier>(folder.open());
+}
+
+TEST(SchedulerWithATier, WhoeverWaitsForADiskWaitsAlone) {
+  const Folder folder;
+  const std::string prompt(200, 'p');
+  const auto tier = held_tier_with(prompt, folder);
   World world({.tier = tier});
   const auto waits = world.ask(prompt, 12);
   tier->reads.wait(0);
@@ -108,11 +113,7 @@ TEST(SchedulerWithATier, WhoeverWaitsForADiskWaitsAlone) {
 TEST(SchedulerWithATier, ACancelWhileABeginningIsReadGivesItsBlocksBack) {
   const Folder folder;
   const std::string prompt(200, 'p');
-  {
-    World world({.tier = folder.open()});
-    expect_right_answers(world, {prompt});
-  }
-  const auto tier = std::make_shared<HeldTier>(folder.open());
+  const auto tier = held_tier_with(prompt, folder);
   World world({.tier = tier});
   const auto gone = world.ask(prompt, 12);
   tier->reads.wait(0);
@@ -126,11 +127,7 @@ TEST(SchedulerWithATier, ACancelWhileABeginningIsReadGivesItsBlocksBack) {
 TEST(SchedulerWithATier, ADiskThatHangsIsDoneWithout) {
   const Folder folder;
   const std::string prompt(200, 'p');
-  {
-    World world({.tier = folder.open()});
-    expect_right_answers(world, {prompt});
-  }
-  const auto tier = std::make_shared<HeldTier>(folder.open());
+  const auto tier = held_tier_with(prompt, folder);
   World world({.tier = tier, .patience = std::chrono::milliseconds(50)});
   const auto asked = world.ask(prompt, 12);
   EXPECT_EQ(asked->text(), expected(prompt, 12));
