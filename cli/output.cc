@@ -177,6 +177,7 @@ class Buffer : public std::streambuf {
 
 void own_streams() {
   std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);  // a file that would pass the limit of `ulimit -f` is an error of its write, too
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (fcntl(fd, F_GETFD) != -1 || errno != EBADF) continue;
     // The lowest free number is this one. Open for the wrong direction: writes fail, as they do on a closed one.

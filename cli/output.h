@@ -14,8 +14,8 @@
 
 namespace pagedkv::cli {
 
-// Before anything is opened or written: SIGPIPE becomes an error of the write, and of stdin, stdout and stderr
-// those that are closed get a place of their own, so that no file or connection takes their number.
+// Before anything is opened or written: SIGPIPE and SIGXFSZ become errors of the write, and of stdin, stdout and
+// stderr those that are closed get a place of their own, so that no file or connection takes their number.
 void own_streams();
 
 // Any thread. False once stdout cannot be written; then nothing more is.

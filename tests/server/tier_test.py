@@ -135,6 +135,13 @@ class Tier(unittest.TestCase):
         self.assertGreater(second["tokens_reused"], 0)
         self.assertEqual(second["text"], first["text"])
 
+    def test_a_limit_of_the_size_of_files_ends_nothing(self):
+        result = subprocess.run(["sh", "-c", 'ulimit -f 128; exec "$0" "$@"', BIN, "run", "-m", MODEL, "--raw", "--temp", "0",
+                                 "-n", "4", "-p", "word " * 100, "--cache-dir", self.folder, "--cache-min-prefix", "32"],
+                                capture_output=True, text=True, timeout=600, check=False)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn("no room", result.stderr)
+
     def test_options_without_a_folder_are_refused(self):
         for option, value in (("--cache-disk", "1GiB"), ("--cache-sync", "each"), ("--cache-ttl", "5"),
                               ("--cache-min-prefix", "64"), ("--cache-timeout", "9")):
